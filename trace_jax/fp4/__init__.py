@@ -1,0 +1,37 @@
+"""FP4 numbers: formats, quantized arrays, rounding, guidance, precision policy."""
+
+from trace_jax.fp4.formats import (
+    FORMATS,
+    MXFP4,
+    NVFP4,
+    NVFP4_4OVER6,
+    Format,
+    format_named,
+    mantissa_bits,
+    pack,
+    unpack,
+)
+from trace_jax.fp4.guidance import (
+    NO_GUIDANCE,
+    SITES,
+    Guide,
+    GuidancePlan,
+    Quantized,
+    SiteGuidance,
+    SiteShape,
+    compact,
+    guidance_bytes_per_token,
+    quantize_site,
+    select_layers,
+)
+from trace_jax.fp4.policy import BF16_POLICY, LayerPrecision, PrecisionPolicy, Rule
+from trace_jax.fp4.qtensor import (
+    QTensor,
+    dequantize,
+    fake_quant,
+    fake_quant_unscaled,
+    quantize,
+    row_axes,
+    unscaled,
+)
+from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round, guided_round, round_codes

@@ -1,0 +1,247 @@
+"""NVFP4 and MXFP4 as data, and the one codec for both.
+
+Every number that becomes FP4 anywhere in this project (rollout, trainer,
+weight sync, export) goes through the functions of this file, so that
+`fake_quant(x) == dequantize(quantize(x))` bit for bit.
+
+A value is stored as  code (E2M1, 4 bits)  x  block scale (8 bits, one a block)
+x  outer scale (one a tensor or a row; NVFP4 only).  E2M1 x E4M3 needs at most
+six significant bits, so code x block scale is exact in BF16; the outer scale
+multiplies FP32 results.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_SMALLEST = 2.0**-9
+# The smallest outer scale: times the smallest block scale it is still a normal
+# FP32 number, so nothing downstream is flushed to zero and no reciprocal is Inf.
+OUTER_FLOOR = 2.0**-117
+
+ScaleRule = Literal["six", "four_over_six", "floor", "ceil", "round_up"]
+OuterRule = Literal["amax", "pow2", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """One FP4 format.
+
+    Attributes:
+      name: as users write it in configs.
+      block: values that share a block scale.
+      scale_type: "e4m3" (NVFP4) or "e8m0" (MXFP4).
+      scale_rule: how the block scale follows from the block maximum.
+        e4m3: "six" maps the maximum to 6; "four_over_six" to 6 or to 4,
+        whichever has the smaller squared error (ties: 6).
+        e8m0: "floor" is the OCP rule 2**(floor(log2 amax) - 2); "ceil" the
+        smallest power of two that clips nothing; "round_up" the OCP rule with
+        mantissas from 1.75 on counted as the next power of two.
+      outer: rule of the outer scale. "amax": FP32 amax / (6 * 448), the NVFP4
+        standard, used for weights. "pow2": the next power of two above it,
+        used for activations and the KV-cache: multiplying by it is exact, and
+        the trainer recovers the rollout's value from the block scales alone
+        (see guidance.py). "none": no outer scale.
+    """
+
+    name: str
+    block: int
+    scale_type: Literal["e4m3", "e8m0"]
+    scale_rule: ScaleRule
+    outer: OuterRule
+
+    def __post_init__(self):
+        rules = {"e4m3": ("six", "four_over_six"), "e8m0": ("floor", "ceil", "round_up")}
+        if self.scale_rule not in rules[self.scale_type]:
+            raise ValueError(
+                f"format {self.name}: scale rule {self.scale_rule!r} does not go with "
+                f"{self.scale_type} scales; write one of {', '.join(rules[self.scale_type])}"
+            )
+        if self.scale_type == "e8m0" and self.outer != "none":
+            raise ValueError(f"format {self.name}: E8M0 scales take no outer scale")
+
+    @property
+    def top_scale(self) -> float:
+        """The block scale that the largest block of a tensor gets (e4m3)."""
+        # 4-over-6 may scale a block by 1.5 more than the plain rule does.
+        return 256.0 if self.scale_rule == "four_over_six" else E4M3_MAX
+
+    def replace(self, **changes) -> "Format":
+        return dataclasses.replace(self, **changes)
+
+
+NVFP4 = Format("nvfp4", 16, "e4m3", "six", "amax")
+MXFP4 = Format("mxfp4", 32, "e8m0", "floor", "none")
+NVFP4_4OVER6 = NVFP4.replace(name="nvfp4_4over6", scale_rule="four_over_six")
+
+FORMATS = {f.name: f for f in (NVFP4, MXFP4, NVFP4_4OVER6)}
+
+
+def format_named(name: str) -> Format:
+    """The format called `name`; ValueError lists the known ones."""
+    if name not in FORMATS:
+        raise ValueError(f"unknown FP4 format {name!r}; write one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+# --- E2M1 codes --------------------------------------------------------------
+
+
+def grid_step(magnitude: jax.Array) -> jax.Array:
+    """Distance between the E2M1 magnitudes around `magnitude` (0.5, 1 or 2)."""
+    return jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0)).astype(jnp.float32)
+
+
+def nearest_magnitude(magnitude: jax.Array) -> jax.Array:
+    """`magnitude` (FP32, 0..6) rounded to an E2M1 magnitude, ties to even."""
+    step = grid_step(magnitude)
+    return jnp.round(magnitude / step) * step
+
+
+def to_code(magnitude: jax.Array, negative: jax.Array) -> jax.Array:
+    """uint8 code (sign in bit 3) of an exact E2M1 magnitude."""
+    index = jnp.where(
+        magnitude <= 2, 2 * magnitude, jnp.where(magnitude <= 4, magnitude + 2, 7.0)
+    ).astype(jnp.uint8)
+    return index | (negative.astype(jnp.uint8) << 3)
+
+
+def encode_e2m1(z: jax.Array) -> jax.Array:
+    """Codes (uint8, 0..15) of FP32 `z`, nearest, ties to even, clipped at 6.
+
+    NaN has no code; it must be carried by the block scale.
+    """
+    magnitude = jnp.minimum(jnp.abs(z), E2M1_MAX)
+    return to_code(nearest_magnitude(magnitude), jnp.signbit(z))
+
+
+def decode_e2m1(codes: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """Values of uint8 codes.
+
+    No subnormal number occurs on the way: with x the BF16 whose bits are
+    ((c & 7) << 6) + 0x3F00, the magnitude is min(x, 2x - 1). The usual
+    shift-and-multiply makes 0.5 a subnormal, which XLA:CPU flushes to zero.
+    """
+    bits = ((codes & 7).astype(jnp.uint32) << 22) + jnp.uint32(0x3F000000)
+    x = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    magnitude = jnp.minimum(x, 2 * x - 1)
+    return jnp.where(codes & 8, -magnitude, magnitude).astype(dtype)
+
+
+def mantissa_bits(codes: jax.Array) -> jax.Array:
+    """The mantissa bit of each E2M1 code, uint8 0 or 1 (TRACE, section 2).
+
+    It is the parity of the magnitude's index, so the two neighbours of any
+    value always differ in it.
+    """
+    return codes & jnp.uint8(1)
+
+
+def pack(codes: jax.Array) -> jax.Array:
+    """Codes [..., n] (n even) to bytes [..., n / 2]; the first goes to the low nibble."""
+    if codes.shape[-1] % 2:
+        raise ValueError(f"pack: last axis has odd length {codes.shape[-1]}; pad it to an even one")
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: jax.Array) -> jax.Array:
+    """Bytes [..., m] to codes [..., 2 m], low nibble first."""
+    both = jnp.stack([packed & jnp.uint8(0xF), packed >> 4], axis=-1)
+    return both.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+# --- block scales ------------------------------------------------------------
+
+
+def decode_scale(scale_bytes: jax.Array, fmt: Format) -> jax.Array:
+    """FP32 values of the stored scale bytes (uint8)."""
+    if fmt.scale_type == "e4m3":
+        return jax.lax.bitcast_convert_type(scale_bytes, jnp.float8_e4m3fn).astype(jnp.float32)
+    exponent = scale_bytes.astype(jnp.uint32) << 23
+    exponent = jnp.where(scale_bytes == 0, jnp.uint32(0x00400000), exponent)  # 2**-127
+    exponent = jnp.where(scale_bytes == 255, jnp.uint32(0x7FC00000), exponent)
+    return jax.lax.bitcast_convert_type(exponent, jnp.float32)
+
+
+def _encode_e4m3(raw: jax.Array) -> jax.Array:
+    # Above 464 the bare cast gives NaN, so clip; NaN itself passes the clip.
+    # The floor keeps a small block alive instead of dividing by a zero scale.
+    clipped = jnp.clip(raw, E4M3_SMALLEST, E4M3_MAX)
+    return jax.lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def _encode_e8m0(amax: jax.Array, rule: ScaleRule) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(amax, jnp.uint32)
+    if rule == "round_up":
+        bits = bits + jnp.uint32(0x00200000)
+    exponent = (bits >> 23).astype(jnp.int32) - 127 - 2
+    if rule == "ceil":
+        exponent = exponent + ((bits & jnp.uint32(0x7FFFFF)) > 0x400000)
+    # From -126 on: the scale itself stays a normal FP32 number.
+    byte = (jnp.clip(exponent, -126, 127) + 127).astype(jnp.uint8)
+    return jnp.where(jnp.isfinite(amax), byte, jnp.uint8(255))
+
+
+def outer_scale(amax: jax.Array, fmt: Format) -> jax.Array:
+    """FP32 outer scale for the largest absolute value(s) `amax`.
+
+    A non-finite `amax` gives NaN, so that bad input stays visible: E2M1 itself
+    has no NaN and would turn it into a clean number.
+    """
+    amax = amax.astype(jnp.float32)
+    if fmt.outer == "none":
+        return jnp.where(jnp.isfinite(amax), jnp.float32(1.0), jnp.nan)
+    outer = jnp.maximum(amax / (E2M1_MAX * fmt.top_scale), OUTER_FLOOR)
+    if fmt.outer == "pow2":
+        bits = jax.lax.bitcast_convert_type(outer, jnp.uint32)
+        up = (bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000)
+        outer = jax.lax.bitcast_convert_type(up, jnp.float32)
+    return jnp.where(jnp.isfinite(amax), outer, jnp.nan)
+
+
+def block_scales(u: jax.Array, fmt: Format) -> jax.Array:
+    """Scale bytes [..., blocks] of FP32 blocks u [..., blocks, block].
+
+    `u` is already divided by the outer scale.
+    """
+    amax = jnp.max(jnp.abs(u), axis=-1)
+    if fmt.scale_type == "e8m0":
+        return _encode_e8m0(amax, fmt.scale_rule)
+    to_six = _encode_e4m3(amax / E2M1_MAX)
+    if fmt.scale_rule == "six":
+        return to_six
+    to_four = _encode_e4m3(amax / 4.0)
+    return jnp.where(
+        _squared_error(u, to_four, fmt) < _squared_error(u, to_six, fmt), to_four, to_six
+    )
+
+
+def _squared_error(u: jax.Array, scale_bytes: jax.Array, fmt: Format) -> jax.Array:
+    scale = decode_scale(scale_bytes, fmt)[..., None]
+    error = decode_e2m1(encode_e2m1(u / scale)) * scale - u
+    return jnp.sum(error * error, axis=-1)
+
+
+# --- blocks along the last axis ------------------------------------------------
+
+
+def num_blocks(n: int, fmt: Format) -> int:
+    """Blocks needed for n values; the one formula for allocation and stride."""
+    return -(-n // fmt.block)
+
+
+def to_blocks(x: jax.Array, fmt: Format) -> jax.Array:
+    """[..., n] to [..., blocks, block], padded with zeros at the end."""
+    pad = num_blocks(x.shape[-1], fmt) * fmt.block - x.shape[-1]
+    if pad:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
+    return x.reshape(*x.shape[:-1], -1, fmt.block)
+
+
+def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
+    """Inverse of `to_blocks`: [..., blocks, block] to [..., n]."""
+    return blocks.reshape(*blocks.shape[:-2], -1)[..., :n]

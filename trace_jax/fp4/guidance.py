@@ -1,0 +1,294 @@
+"""Guidance: what crosses from rollout to trainer, and what it costs.
+
+The rollout keeps, at each planned site of each planned layer, the block scales
+of the values it quantized and 0, 1 or 4 bits a value. The trainer quantizes its
+own values on the rollout's scales and lets the bits choose the side (TRACE,
+section 2).
+
+The outer scale of activations is a power of two and is not sent: the block
+scales of a row name it, since (own row maximum / 6) / (largest block scale
+received) lies within a few percent of exactly one power of two. Sending it would
+cost 4 bytes a row, and taking the trainer's own would be off by a factor of two
+whenever a row maximum crosses a binade between the two sides.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from trace_jax.fp4 import formats
+from trace_jax.fp4.formats import NVFP4, Format
+from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round
+
+SITES = ("expert_in", "expert_mid", "k", "v")
+
+
+class SiteShape(NamedTuple):
+    """Where a site occurs: its layers, and rows x width values a token and layer."""
+
+    layers: tuple[int, ...]
+    rows: int
+    width: int
+
+
+def select_layers(spec: Any, num_layers: int) -> tuple[int, ...]:
+    """Layer indices named by `spec`, ascending.
+
+    "all", "none", "first:N", "last:N" (N a count, or a fraction such as 0.5,
+    rounded to the nearest layer), or a sequence of indices.
+
+    Raises:
+      ValueError: anything else, or more layers than there are.
+    """
+    if spec == "all":
+        return tuple(range(num_layers))
+    if spec == "none":
+        return ()
+    if isinstance(spec, str):
+        end, _, amount = spec.partition(":")
+        try:
+            count = int(amount) if amount.isdigit() else round(float(amount) * num_layers)
+        except ValueError:
+            count = -1
+        if end not in ("first", "last") or not 0 <= count <= num_layers:
+            raise ValueError(
+                f"layers {spec!r}: write all, none, first:N, last:N with N a count up to "
+                f"{num_layers} or a fraction from 0.0 to 1.0, or a list of indices"
+            )
+        return tuple(range(count)) if end == "first" else tuple(range(num_layers - count, num_layers))
+    layers = tuple(sorted({int(i) for i in spec}))
+    if layers and not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise ValueError(f"layers {layers}: the model has layers 0 to {num_layers - 1}")
+    return layers
+
+
+@dataclasses.dataclass(frozen=True)
+class GuidancePlan:
+    """Which rollout outcomes are kept, and how the trainer obeys them.
+
+    Attributes:
+      layers: see `select_layers`. The paper's choice is the last half.
+      sites: some of "expert_in" (routed-expert input, once a token),
+        "expert_mid" (after the gated activation; needs routing replay to line
+        up), "k", "v" (as written to the cache).
+      bits: 1, the mantissa bit (the paper's); 4, whole codes; 0, scales alone.
+      rounding: "nearest", the paper's rule: of the two codewords around the
+        trainer's own value, the one nearest to the rollout's; "replay", the
+        rollout's codeword itself (needs 4 bits).
+      scale_bits: 8, or 2 (low bits of the scale byte; the trainer's own block
+        maximum settles the rest).
+      guard: None, or obey a bit only within this many steps (0..0.5) of the
+        rounding midpoint.
+      on_stale: guidance of an older policy version is obeyed ("obey"), obeyed
+        in a guard that shrinks by `fade` a version ("fade"), or not used ("drop").
+      fade: factor a version for "fade".
+    """
+
+    layers: Any = "last:0.5"
+    sites: tuple[str, ...] = ("expert_in", "k", "v")
+    bits: Literal[0, 1, 4] = 1
+    rounding: Literal["nearest", "replay"] = "nearest"
+    scale_bits: Literal[8, 2] = 8
+    guard: float | None = None
+    on_stale: Literal["obey", "fade", "drop"] = "obey"
+    fade: float = 0.5
+
+    def __post_init__(self):
+        object.__setattr__(self, "sites", tuple(self.sites))
+        if not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        unknown = [s for s in self.sites if s not in SITES]
+        checks = (
+            (not unknown, f"sites {unknown} are unknown; write some of {', '.join(SITES)}"),
+            (self.bits in (0, 1, 4), f"bits is {self.bits}; write 0, 1 or 4"),
+            (self.scale_bits in (2, 8), f"scale_bits is {self.scale_bits}; write 8 or 2"),
+            (
+                self.rounding in ("nearest", "replay"),
+                f"rounding is {self.rounding!r}; write nearest or replay",
+            ),
+            (
+                self.rounding != "replay" or self.bits == 4,
+                f"rounding 'replay' needs the rollout's whole codes; write bits=4, not {self.bits}",
+            ),
+            (
+                self.on_stale in ("obey", "fade", "drop"),
+                f"on_stale is {self.on_stale!r}; write obey, fade or drop",
+            ),
+            (
+                self.guard is None or 0 < self.guard <= 0.5,
+                f"guard is {self.guard}; write None or a width above 0, up to 0.5 (steps)",
+            ),
+            (0 < self.fade < 1, f"fade is {self.fade}; write a factor between 0 and 1"),
+        )
+        for ok, message in checks:
+            if not ok:
+                raise ValueError(f"guidance plan: {message}")
+
+    @property
+    def mode(self) -> str:
+        """Rounding mode of the trainer at a guided site."""
+        if self.rounding == "replay":
+            return "replay"
+        return {0: "nearest", 1: "one_bit", 4: "four_bit"}[self.bits]
+
+    def site_layers(self, shapes: Mapping[str, SiteShape], num_layers: int):
+        """{site: planned layers that have it}; sites without any are left out."""
+        chosen = set(select_layers(self.layers, num_layers))
+        planned = {s: tuple(i for i in shapes[s].layers if i in chosen) for s in self.sites if s in shapes}
+        return {site: layers for site, layers in planned.items() if layers}
+
+
+NO_GUIDANCE = GuidancePlan(layers="none")
+
+
+def guidance_bytes_per_token(model_config: Any, plan: GuidancePlan, format: Format = NVFP4) -> float:
+    """Bytes of guidance a token (method.md section 3).
+
+    Args:
+      model_config: anything with `num_layers` and `site_shapes()`, such as
+        `trace_jax.model.ModelConfig`.
+      plan: what is recorded.
+      format: gives the block length and so the number of scales.
+    """
+    shapes = model_config.site_shapes()
+    total = 0.0
+    for site, layers in plan.site_layers(shapes, model_config.num_layers).items():
+        _, rows, width = shapes[site]
+        bits = width * plan.bits + formats.num_blocks(width, format) * plan.scale_bits
+        total += len(layers) * rows * bits / 8
+    return total
+
+
+# --- the stored record ---------------------------------------------------------
+
+
+@struct.dataclass
+class SiteGuidance:
+    """Guidance of one site; leading axes as the caller has them.
+
+    Attributes:
+      bits: uint8 [..., ceil(width / 8)] (one bit), [..., ceil(width / 2)] (codes),
+        or None (scales alone); low bits first.
+      scales: uint8 [..., blocks] or, with 2-bit scales, [..., ceil(blocks / 4)].
+    """
+
+    bits: jax.Array | None
+    scales: jax.Array
+
+
+def compact(codes: jax.Array, scale_bytes: jax.Array, plan: GuidancePlan) -> SiteGuidance:
+    """Packs codes [..., width] and scale bytes [..., blocks] as `plan` says."""
+    if plan.bits == 1:
+        bits = jnp.packbits(formats.mantissa_bits(codes), axis=-1, bitorder="little")
+    elif plan.bits == 4:
+        bits = formats.pack(_pad_to(codes, 2))
+    else:
+        bits = None
+    if plan.scale_bits == 8:
+        return SiteGuidance(bits, scale_bytes)
+    low = _pad_to(scale_bytes & jnp.uint8(3), 4)
+    low = low.reshape(*low.shape[:-1], -1, 4)
+    return SiteGuidance(bits, low[..., 0] | low[..., 1] << 2 | low[..., 2] << 4 | low[..., 3] << 6)
+
+
+def hints(stored: SiteGuidance, plan: GuidancePlan, width: int) -> jax.Array | None:
+    """uint8 [..., width]: mantissa bits or codes, unpacked; None with 0 bits."""
+    if plan.bits == 0:
+        return None
+    if plan.bits == 1:
+        return jnp.unpackbits(stored.bits, axis=-1, bitorder="little")[..., :width]
+    return formats.unpack(stored.bits)[..., :width]
+
+
+def _low_bits(packed: jax.Array, blocks: int) -> jax.Array:
+    four = jnp.stack([packed >> shift & jnp.uint8(3) for shift in (0, 2, 4, 6)], axis=-1)
+    return four.reshape(*packed.shape[:-1], -1)[..., :blocks]
+
+
+def _pad_to(x, multiple):
+    pad = -x.shape[-1] % multiple
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
+
+
+# --- both sides' quantization of a site ------------------------------------------
+
+
+class Quantized(NamedTuple):
+    """A site's outcome: BF16 values, codes [..., width], scale bytes, outer [..., 1]."""
+
+    value: jax.Array
+    codes: jax.Array
+    scale_bytes: jax.Array
+    outer: jax.Array
+
+
+class Guide(NamedTuple):
+    """Guidance as one site of one layer consumes it.
+
+    `obey`: booleans [...] (one a row of the site): False where nothing was
+    recorded or it is not to be used; that is a state of its own, never a zero bit.
+    `guard`: None or FP32 [...], the width in steps inside which a bit is obeyed.
+    """
+
+    stored: SiteGuidance
+    plan: GuidancePlan
+    obey: jax.Array
+    guard: jax.Array | None = None
+
+
+def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quantized:
+    """Quantizes activations or K/V x [..., width], one outer scale a row.
+
+    x is rounded to BF16 first: both sides of a rollout quantize the same source.
+    Without a guide: nearest, own scales. With one: the rollout's scales and bits
+    where `guide.obey`. The value is straight-through differentiable.
+    """
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)
+    amax = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    outer = formats.outer_scale(amax, fmt)
+    u = formats.to_blocks(x / outer, fmt)
+    scale_bytes = formats.block_scales(jax.lax.stop_gradient(u), fmt)
+    spec, hint, guard, obey = NEAREST, None, None, None
+    if guide is not None:
+        obey = guide.obey[..., None]
+        received = _received_scales(guide, scale_bytes, fmt)
+        scale_bytes = jnp.where(obey, received, scale_bytes)
+        if fmt.outer == "pow2" and guide.plan.scale_bits == 8:
+            outer = jnp.where(obey, _received_outer(received, amax, fmt), outer)
+            u = formats.to_blocks(x / outer, fmt)
+        spec = Rounding(guide.plan.mode)
+        hint = hints(guide.stored, guide.plan, x.shape[-1])
+        hint = None if hint is None else formats.to_blocks(hint, fmt)
+        guard = None if guide.guard is None else guide.guard[..., None, None]
+        obey = obey[..., None]
+    scale = formats.decode_scale(scale_bytes, fmt)[..., None]
+    value, codes = fp4_round(spec, u, scale, hint, guard, obey)
+    width = x.shape[-1]
+    value = formats.from_blocks(value, width) * outer
+    return Quantized(
+        value.astype(jnp.bfloat16), formats.from_blocks(codes, width), scale_bytes, outer
+    )
+
+
+def _received_scales(guide: Guide, own: jax.Array, fmt: Format) -> jax.Array:
+    """The rollout's scale bytes, from all 8 bits or from the low 2 and the own bytes."""
+    if guide.plan.scale_bits == 8:
+        return guide.stored.scales
+    low = _low_bits(guide.stored.scales, own.shape[-1]).astype(jnp.int32)
+    mine = own.astype(jnp.int32)
+    nearest = mine + (low - mine + 2) % 4 - 2
+    return jnp.clip(nearest, 1, 126 if fmt.scale_type == "e4m3" else 254).astype(jnp.uint8)
+
+
+def _received_outer(received: jax.Array, amax: jax.Array, fmt: Format) -> jax.Array:
+    """The rollout's power-of-two outer scale, from its block scales and the own maximum."""
+    top = jnp.max(formats.decode_scale(received, fmt), axis=-1, keepdims=True)
+    exponent = jnp.log2(jnp.maximum(amax, formats.OUTER_FLOOR) / formats.E2M1_MAX / top)
+    # 4-over-6 may have scaled the largest block by 1.5, which is 0.58 of a binade.
+    slack = 0.2 if fmt.scale_rule == "four_over_six" else 0.5
+    power = jnp.maximum(jnp.ceil(exponent - slack), -117).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
