@@ -1,0 +1,56 @@
+"""Shared test set-up: 8 CPU devices, strict broadcasting, a compilation cache.
+
+`pytest` runs everything on CPU; `pytest -m gpu` runs the GPU tests on the GPU.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+
+def _wants_gpu(config) -> bool:
+    return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr") or "") is not None
+
+
+def pytest_configure(config):
+    """Settings that JAX reads when it is first imported."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+    if not _wants_gpu(config):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+    import jax
+
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(cache_home) / "trace_jax" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+    hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
+    hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def _has_gpu() -> bool:
+    import jax
+
+    return any(device.platform == "gpu" for device in jax.devices())
+
+
+def pytest_collection_modifyitems(config, items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    if not _wants_gpu(config):
+        reason = "GPU test; run `pytest -m gpu` on a machine with a CUDA GPU"
+    elif not _has_gpu():
+        reason = "no CUDA GPU is visible to JAX on this machine"
+    else:
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason=reason))
