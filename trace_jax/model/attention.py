@@ -1,0 +1,125 @@
+"""Grouped-query attention over quantized keys and values, with and without a cache."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from trace_jax import fp4
+from trace_jax.fp4 import Format, formats
+from trace_jax.model.config import ModelConfig
+from trace_jax.model.layers import Linear, RMSNorm, rotary
+from trace_jax.model.sites import Sites
+
+
+@struct.dataclass
+class KVPlane:
+    """Stored keys (or values) of a layer: FP4, or BF16.
+
+    FP4: `data` uint8 [B, S, heads, packed], `scales` uint8 [B, S, heads, blocks],
+    `outer` uint8 [B, S, heads], the exponent byte of the power-of-two outer scale.
+    BF16: `data` [B, S, heads, head_dim], scales and outer None.
+    """
+
+    data: jax.Array
+    scales: jax.Array | None = None
+    outer: jax.Array | None = None
+
+
+def empty_plane(shape: tuple[int, ...], head_dim: int, fmt: Format | None) -> KVPlane:
+    """A plane of leading shape [..., B, S, heads]."""
+    if fmt is None:
+        return KVPlane(jnp.zeros((*shape, head_dim), jnp.bfloat16))
+    blocks = formats.num_blocks(head_dim, fmt)
+    return KVPlane(
+        jnp.zeros((*shape, blocks * fmt.block // 2), jnp.uint8),
+        jnp.zeros((*shape, blocks), jnp.uint8),
+        jnp.zeros(shape, jnp.uint8),
+    )
+
+
+def encode_plane(out: fp4.Quantized, fmt: Format) -> KVPlane:
+    """Stored form of a site's outcome [B, S, heads, head_dim]."""
+    codes = formats.to_blocks(out.codes, fmt)
+    packed = formats.pack(codes.reshape(*codes.shape[:-2], -1))
+    exponent = jax.lax.bitcast_convert_type(out.outer[..., 0], jnp.uint32) >> 23
+    return KVPlane(packed, out.scale_bytes, exponent.astype(jnp.uint8))
+
+
+def decode_plane(plane: KVPlane, head_dim: int, fmt: Format | None) -> jax.Array:
+    """BF16 [B, S, heads, head_dim]; bit-equal to the value that was stored."""
+    if fmt is None:
+        return plane.data
+    codes = formats.to_blocks(formats.unpack(plane.data)[..., :head_dim], fmt)
+    outer = jax.lax.bitcast_convert_type(plane.outer.astype(jnp.uint32) << 23, jnp.float32)
+    scale = formats.decode_scale(plane.scales, fmt)
+    value = formats.from_blocks(formats.decode_e2m1(codes) * scale[..., None], head_dim)
+    return (value * outer[..., None]).astype(jnp.bfloat16)
+
+
+def write_plane(plane: KVPlane, new: KVPlane, positions: jax.Array) -> KVPlane:
+    """`new` [B, S, ...] at `positions` int32 [B, S]; positions beyond the end are not written."""
+    rows = jnp.arange(positions.shape[0])[:, None]
+    return jax.tree.map(lambda old, x: old.at[rows, positions].set(x, mode="drop"), plane, new)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention, FP32 scores; q [B, S, H, D], k, v [B, T, KV, D], mask [B, S, T].
+
+    Masked values are replaced, not multiplied by zero: an unused slot may hold NaN.
+    """
+    batch, length, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+    used = jnp.any(mask, axis=1)[..., None, None]
+    k, v = jnp.where(used, k, 0), jnp.where(used, v, 0)
+    scores = jnp.einsum("bsgqd,btgd->bgqst", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * dim**-0.5, -1e30)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bgqst,btgd->bsgqd", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(batch, length, heads * dim).astype(q.dtype)
+
+
+class Attention(nn.Module):
+    """Attention of one layer.
+
+    With a cache, new keys and values are appended at `positions` and attention
+    reads the cache; without, it reads the same quantized values directly. Either
+    way what is attended to is what was quantized, the current token included.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x, positions, sites: Sites, cache=None):
+        cfg = self.config
+        heads = (*x.shape[:2], -1, cfg.head_dim)
+        q = Linear(cfg.num_heads * cfg.head_dim, name="q")(x).reshape(heads)
+        k = Linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x).reshape(heads)
+        v = Linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x).reshape(heads)
+        if cfg.qk_norm:
+            q = RMSNorm(cfg.norm_eps, name="q_norm")(q)
+            k = RMSNorm(cfg.norm_eps, name="k_norm")(k)
+        q, k = rotary(q, positions, cfg.rope_theta), rotary(k, positions, cfg.rope_theta)
+        k, k_stored = self._store("k", k, sites)
+        v, v_stored = self._store("v", v, sites)
+        if cache is None:
+            mask = positions[:, None, :] <= positions[:, :, None]
+        else:
+            formats_ = sites.spec.precision
+            cache = {
+                "k": write_plane(cache["k"], k_stored, positions),
+                "v": write_plane(cache["v"], v_stored, positions),
+            }
+            k = decode_plane(cache["k"], cfg.head_dim, formats_.k)
+            v = decode_plane(cache["v"], cfg.head_dim, formats_.v)
+            mask = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
+        out = Linear(cfg.hidden, name="o")(attend(q, k, v, mask))
+        return out, cache
+
+    def _store(self, site, x, sites: Sites):
+        """Values to attend to and their stored form."""
+        out = sites.quantize(site, x)
+        if out is None:
+            return x, KVPlane(x)
+        return out.value, encode_plane(out, getattr(sites.spec.precision, site))

@@ -1,0 +1,82 @@
+"""The shape of a model."""
+
+import dataclasses
+
+from trace_jax.fp4.guidance import SiteShape
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer with routed experts, or dense without them.
+
+    Attributes:
+      vocab_size, num_layers, hidden: token ids, layers, residual width.
+      num_heads, num_kv_heads, head_dim: grouped-query attention.
+      num_experts: routed experts a layer; 0 makes the layer a dense MLP, which is
+        the case of one expert without a router.
+      top_k: experts a token.
+      expert_dim: inner width of an expert (of the MLP, if dense).
+      norm_topk: gate weights of the chosen experts sum to one.
+      qk_norm: RMS norm of queries and keys by head, before the rotation.
+      tie_embeddings: the unembedding is the embedding.
+      rope_theta, norm_eps: as usual.
+      full_attention_every: every n-th layer has full attention and a KV-cache.
+        Only 1 can be run so far; other values serve the byte accounting.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    expert_dim: int
+    num_experts: int = 0
+    top_k: int = 0
+    norm_topk: bool = True
+    qk_norm: bool = True
+    tie_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    full_attention_every: int = 1
+
+    def __post_init__(self):
+        checks = (
+            (
+                self.num_heads % max(self.num_kv_heads, 1) == 0,
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}",
+            ),
+            (self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even (rotary pairs)"),
+            (
+                self.num_experts == 0 or 1 <= self.top_k <= self.num_experts,
+                f"top_k is {self.top_k}; write 1 to num_experts ({self.num_experts})",
+            ),
+            (self.num_experts > 0 or self.top_k == 0, "a dense model (num_experts 0) takes top_k 0"),
+        )
+        for name in ("vocab_size", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}; write 1 or more")
+        for ok, message in checks:
+            if not ok:
+                raise ValueError(f"model: {message}")
+
+    @property
+    def slots(self) -> int:
+        """Expert slots a token: top_k, or 1 for the MLP of a dense model."""
+        return self.top_k or 1
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        every = self.full_attention_every
+        return tuple(i for i in range(self.num_layers) if (i + 1) % every == 0)
+
+    def site_shapes(self) -> dict[str, SiteShape]:
+        """Where each quantization site occurs (rows x width a token and layer)."""
+        layers = tuple(range(self.num_layers))
+        kv = SiteShape(self.attention_layers, self.num_kv_heads, self.head_dim)
+        return {
+            "expert_in": SiteShape(layers, 1, self.hidden),
+            "expert_mid": SiteShape(layers, self.slots, self.expert_dim),
+            "k": kv,
+            "v": kv,
+        }

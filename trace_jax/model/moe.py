@@ -1,0 +1,153 @@
+"""Routed experts: FP32 router, dropless dispatch, FP4 products."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from trace_jax import fp4
+from trace_jax.kernels.grouped_matmul import (
+    Groups,
+    gather_rows,
+    group_tokens,
+    grouped_matmul,
+    slot_to_rows,
+)
+from trace_jax.model.config import ModelConfig
+from trace_jax.model.layers import Dtype, ExpertWeight, expert_weight
+from trace_jax.model.sites import Sites
+
+NOT_RECORDED = -1  # expert id of a token whose route was not recorded
+
+
+class Routing(NamedTuple):
+    """ids int32 [T, top_k], gates FP32 [T, top_k], probs FP32 [T, experts]."""
+
+    ids: jax.Array
+    gates: jax.Array
+    probs: jax.Array
+
+
+def route(logits: jax.Array, top_k: int, norm_topk: bool, replay: jax.Array | None) -> Routing:
+    """Chooses experts from FP32 router logits [T, experts]; ties go to the lower index.
+
+    With `replay` int32 [T, top_k], recorded ids are used where they are not
+    NOT_RECORDED, and gate weights still come from the live logits (R3, arXiv
+    2510.11370): gathered from the whole distribution, so their gradient flows.
+    """
+    probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    _, ids = jax.lax.top_k(logits.astype(jnp.float32), top_k)
+    if replay is not None:
+        ids = jnp.where(replay == NOT_RECORDED, ids, replay)
+    gates = jnp.take_along_axis(probs, ids, axis=-1)
+    if norm_topk:
+        gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+    return Routing(ids.astype(jnp.int32), gates, probs)
+
+
+def load_balance_loss(routing: Routing, valid: jax.Array) -> jax.Array:
+    """Switch loss: experts x sum_e (share of slots) x (mean probability); 1 if uniform.
+
+    `valid` bool [T]: padding does not count.
+    """
+    weight = valid.astype(jnp.float32)[:, None]
+    count = jnp.maximum(jnp.sum(weight), 1.0)
+    experts = routing.probs.shape[-1]
+    chosen = jnp.sum(jax.nn.one_hot(routing.ids, experts), axis=1) / routing.ids.shape[-1]
+    share = jnp.sum(chosen * weight, axis=0) / count
+    mean = jnp.sum(routing.probs * weight, axis=0) / count
+    return experts * jnp.sum(jax.lax.stop_gradient(share) * mean)
+
+
+class MoE(nn.Module):
+    """The feed-forward half of a layer; dense if the config has no experts."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x, valid, sites: Sites, routes=None):
+        """x [B, S, hidden], valid bool [B, S], routes int32 [B, S, top_k] or None.
+
+        Returns y [B, S, hidden], ids int32 [B, S, slots], balance loss.
+        """
+        cfg = self.config
+        batch, length, _ = x.shape
+        tokens = x.reshape(-1, cfg.hidden)
+        if cfg.num_experts:
+            router = self.param(
+                "router", nn.initializers.normal(0.02), (cfg.num_experts, cfg.hidden), jnp.float32
+            )
+            logits = jnp.einsum(
+                "tk,ek->te",
+                tokens.astype(jnp.float32),
+                router.astype(jnp.float32),
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            replay = None if routes is None else routes.reshape(-1, cfg.top_k)
+            routing = route(logits, cfg.top_k, cfg.norm_topk, replay)
+            balance = load_balance_loss(routing, valid.reshape(-1))
+        else:
+            zeros = jnp.zeros((tokens.shape[0], 1), jnp.int32)
+            ones = jnp.ones(zeros.shape, jnp.float32)
+            routing, balance = Routing(zeros, ones, ones), jnp.float32(0.0)
+        ids = routing.ids.reshape(batch, length, cfg.slots)
+        y = self._experts(x, ids, routing.gates, routes, sites)
+        return y, ids, balance
+
+    def _experts(self, x, ids, gates, routes, sites: Sites):
+        cfg, precision = self.config, sites.spec.precision
+        experts = max(cfg.num_experts, 1)
+        gate_up = self._weight("gate_up", (experts, 2 * cfg.expert_dim, cfg.hidden), sites)
+        down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
+        out = sites.quantize("expert_in", x[:, :, None])
+        x = x if out is None else out.value[:, :, 0]
+        groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
+        rows = gather_rows(x.reshape(-1, cfg.hidden), groups)
+        gate, up = jnp.split(_product(rows, gate_up, groups), 2, axis=-1)
+        mid = (jax.nn.silu(gate) * up).astype(Dtype)
+        if precision.expert_mid is not None:
+            mid = self._quantize_mid(mid, ids, routes, groups, sites)
+        y = _product(mid, down, groups)[groups.row].reshape(-1, cfg.slots, cfg.hidden)
+        y = jnp.sum(y * gates[..., None], axis=1)
+        return y.reshape(x.shape).astype(Dtype)
+
+    def _quantize_mid(self, mid, ids, routes, groups: Groups, sites: Sites):
+        """Quantizes rows [rows, expert_dim]; guidance and records are by (token, slot)."""
+        shape = ids.shape  # [B, S, slots]
+        match = None
+        if sites.spec.guided and routes is not None:
+            # A slot that another expert took holds no guidance for this one.
+            match = jnp.where(routes == NOT_RECORDED, False, routes == ids)
+        guide = sites.guide("expert_mid", match)
+        if guide is not None:
+            to_rows = lambda a: slot_to_rows(a.reshape(-1, *a.shape[3:]), groups)
+            guide = jax.tree.map(to_rows, guide._replace(plan=None))._replace(plan=sites.plan)
+        mid = slot_to_rows(
+            sites.perturb("expert_mid", mid[groups.row].reshape(*shape, -1)).reshape(
+                -1, mid.shape[-1]
+            ),
+            groups,
+        )
+        out = fp4.quantize_site(mid, sites.spec.precision.expert_mid, guide)
+        slots = [a[groups.row].reshape(*shape, -1) for a in (out.codes, out.scale_bytes, out.outer)]
+        sites.leave("expert_mid", *slots)
+        return out.value
+
+    def _weight(self, name, shape, sites: Sites) -> ExpertWeight:
+        """The weight `name`, in whatever form the parameters hold it."""
+        if self.is_initializing():
+            init = nn.initializers.normal(stddev=shape[-1] ** -0.5)
+            self.param(name, init, shape, jnp.float32)
+        weight = self.get_variable("params", name)
+        return expert_weight(weight, sites.spec.precision.expert_weight)
+
+
+def _product(rows, weight: ExpertWeight, groups: Groups) -> jax.Array:
+    """FP32 rows x weight^T of each row's expert, outer scale included."""
+    y = grouped_matmul(rows, weight.values, groups)
+    if weight.outer is None:
+        return y
+    tiles = groups.tile_expert.shape[0]
+    outer = weight.outer[groups.tile_expert]  # [tiles, 1, 1]
+    return (y.reshape(tiles, -1, y.shape[-1]) * outer).reshape(y.shape)

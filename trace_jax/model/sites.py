@@ -1,0 +1,113 @@
+"""Quantization sites inside a layer: quantize, guide, record, perturb.
+
+A site is where values meet FP4: the experts' two inputs, K and V. One function
+serves rollout and trainer, so what differs between them is in the arguments.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from trace_jax import fp4
+from trace_jax.fp4 import Guide, GuidancePlan, LayerPrecision, Quantized, SiteGuidance
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """Static description of one layer's numerics.
+
+    Attributes:
+      precision: formats of the layer.
+      guided: sites whose rounding follows the rollout.
+      recorded: sites whose outcomes leave the layer, packed as the plan says.
+      audit_rows: of the first so many sequences, whole codes and scales of every
+        site leave the layer too.
+    """
+
+    precision: LayerPrecision
+    guided: tuple[str, ...] = ()
+    recorded: tuple[str, ...] = ()
+    audit_rows: int = 0
+
+
+class Codes(NamedTuple):
+    """Whole outcome of a site: codes [..., width], scale bytes [..., blocks], outer [..., 1]."""
+
+    codes: jax.Array
+    scale_bytes: jax.Array
+    outer: jax.Array
+
+
+@struct.dataclass
+class SiteInputs:
+    """What the sites of one layer are given.
+
+    Attributes:
+      stored: {site: SiteGuidance} with leading axes [B, S, rows].
+      obey: bool [B, S]; None without guidance.
+      guard: FP32 [B, S] in steps, or None.
+      noise_key: key of the emulated engine noise, or None.
+      noise: its relative size (static).
+    """
+
+    stored: dict[str, SiteGuidance] = struct.field(default_factory=dict)
+    obey: jax.Array | None = None
+    guard: jax.Array | None = None
+    noise_key: jax.Array | None = None
+    noise: float = struct.field(pytree_node=False, default=0.0)
+
+
+@struct.dataclass
+class SiteOutputs:
+    """What the sites of one layer leave: {site: SiteGuidance} and {site: Codes}."""
+
+    recorded: dict[str, SiteGuidance] = struct.field(default_factory=dict)
+    audit: dict[str, Codes] = struct.field(default_factory=dict)
+
+
+class Sites:
+    """The sites of one layer during one trace; collects what they leave."""
+
+    def __init__(self, spec: LayerSpec, plan: GuidancePlan, inputs: SiteInputs):
+        self.spec, self.plan, self.inputs = spec, plan, inputs
+        self.outputs = SiteOutputs(recorded={}, audit={})
+
+    def perturb(self, site: str, x: jax.Array) -> jax.Array:
+        """x with the relative noise that stands for a foreign engine, in x's dtype."""
+        if self.inputs.noise_key is None or not self.inputs.noise:
+            return x
+        key = jax.random.fold_in(self.inputs.noise_key, fp4.SITES.index(site))
+        noise = self.inputs.noise * jax.random.normal(key, x.shape, jnp.float32)
+        return (x.astype(jnp.float32) * (1 + noise)).astype(x.dtype)
+
+    def guide(self, site: str, match: jax.Array | None = None) -> Guide | None:
+        """Guide of a site with rows [B, S, rows]; `match` [B, S, rows] narrows where to obey."""
+        if site not in self.spec.guided:
+            return None
+        stored = self.inputs.stored[site]
+        rows = stored.scales.shape[2]
+        obey = jnp.broadcast_to(self.inputs.obey[..., None], (*self.inputs.obey.shape, rows))
+        guard = self.inputs.guard
+        if guard is not None:
+            guard = jnp.broadcast_to(guard[..., None], obey.shape)
+        return Guide(stored, self.plan, obey if match is None else obey & match, guard)
+
+    def quantize(self, site: str, x: jax.Array) -> Quantized | None:
+        """Outcome at a site with rows x [B, S, rows, width]; None if the site is BF16."""
+        fmt = getattr(self.spec.precision, site)
+        if fmt is None:
+            return None
+        out = fp4.quantize_site(self.perturb(site, x), fmt, self.guide(site))
+        self.leave(site, out.codes, out.scale_bytes, out.outer)
+        return out
+
+    def leave(self, site: str, codes, scale_bytes, outer) -> None:
+        """Keeps a site's outcome [B, S, rows, ...] as far as the spec asks for it."""
+        if site in self.spec.recorded:
+            self.outputs.recorded[site] = fp4.compact(codes, scale_bytes, self.plan)
+        if self.spec.audit_rows:
+            n = self.spec.audit_rows
+            self.outputs.audit[site] = Codes(codes[:n], scale_bytes[:n], outer[:n])

@@ -1,0 +1,65 @@
+"""Weight sync: the learner's FP32 masters to the rollout's parameters."""
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax import fp4
+from trace_jax.fp4 import LayerPrecision, QTensor
+from trace_jax.model.layers import Dtype, expert_weight
+from trace_jax.model.transformer import precision_runs
+
+EXPERT_WEIGHTS = ("gate_up", "down")
+KEPT_FP32 = ("router", "attention_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
+
+
+def to_rollout(params: dict, precision: tuple[LayerPrecision, ...]) -> dict:
+    """Rollout parameters: BF16, with expert weights as QTensors where `precision` says.
+
+    Everything is derived from `params` alone, so a second sync of the same
+    parameters is a no-op and nothing of older weights survives. Expert weights
+    are quantized from their BF16-rounded values, as the trainer's fake
+    quantization does; the two are bit-equal. "layers" becomes a tuple with one
+    stack for each run of layers of equal precision.
+
+    The result never shares buffers with `params`: the learner donates those.
+    """
+    runs = precision_runs(precision)
+    stacks = []
+    for start, stop, formats_ in runs:
+        stack = jax.tree.map(lambda a, start=start, stop=stop: a[start:stop], params["layers"])
+        stack = _to_bf16(stack)
+        if formats_.expert_weight is not None:
+            stack["moe"] = dict(stack["moe"])
+            for name in EXPERT_WEIGHTS:
+                # [layers, experts, N, K]: one outer scale a layer and expert; gate
+                # and up are one tensor and so share theirs.
+                stack["moe"][name] = fp4.quantize(
+                    stack["moe"][name], formats_.expert_weight, outer_axes=(2, 3)
+                )
+        stacks.append(stack)
+    return {**_to_bf16({k: v for k, v in params.items() if k != "layers"}), "layers": tuple(stacks)}
+
+
+def _to_bf16(tree):
+    def cast(path, a):
+        names = {getattr(key, "key", None) for key in path}
+        return jnp.copy(a) if names & set(KEPT_FP32) else a.astype(Dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, tree)
+
+
+def decode_weights(params: dict) -> dict:
+    """Rollout parameters with QTensors decoded to BF16 code x block scale, outer scale beside.
+
+    For back ends without an FP4 product: decode once, outside the decode loop.
+    """
+    is_q = lambda a: isinstance(a, QTensor)
+    return jax.tree.map(lambda a: expert_weight(a, None) if is_q(a) else a, params, is_leaf=is_q)
+
+
+def weight_bytes(params: dict) -> int:
+    """Bytes of rollout parameters as stored."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda a: isinstance(a, QTensor))
+    return sum(a.nbytes for a in leaves)
+
+
