@@ -222,6 +222,7 @@ def test_empty_and_truncated_responses_earn_nothing(train):
     problem = train.problem(0)
     assert [reward(problem, text) for text in ("", "  \n", "\\boxed{")] == [0.0, 0.0, 0.0]
     assert reward(problem, problem.answer, finished=False) == 0.0
+    assert reward(Problem(0, "convert 0", "", "gold text lost"), "") == 0.0
 
 
 @pytest.mark.parametrize(
