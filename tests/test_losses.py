@@ -1,0 +1,570 @@
+"""Log-probs, aggregation weights, policy loss, KL: values, gradients, masks, splits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trace_jax.rl import losses
+from trace_jax.rl.losses import (
+    ALGORITHMS,
+    aggregation_weights,
+    chunked_logprobs,
+    kl_to_reference,
+    policy_loss,
+    response_mask,
+)
+
+MODES = ["token_mean", "sequence_mean", "constant"]
+N, T = 6, 5
+
+
+@functools.cache
+def policy(level="token", clip=(0.2, 0.2), dual_clip=None):
+    """Jitted (loss, metrics), gradient by logp."""
+    settings_ = dict(clip_low=clip[0], clip_high=clip[1], level=level, dual_clip=dual_clip)
+    return jax.jit(jax.value_and_grad(functools.partial(policy_loss, **settings_), has_aux=True))
+
+
+def run_policy(logp, old_logp, advantages, mask, weights, **kw):
+    arrays = [np.asarray(x, np.float32) for x in (logp, old_logp, advantages, mask, weights)]
+    (loss, metrics), grad = policy(**kw)(*arrays)
+    return float(loss), {name: float(x) for name, x in metrics.items()}, np.asarray(grad)
+
+
+make_weights = jax.jit(aggregation_weights, static_argnames=("mode", "max_length"))
+kl_and_grad = jax.jit(jax.value_and_grad(kl_to_reference))
+
+
+# Log-probs
+
+
+def numpy_logprobs(hidden, unembed, targets, temperature):
+    logits = np.asarray(hidden, np.float64) @ np.asarray(unembed, np.float64).T / temperature
+    logits -= logits.max(-1, keepdims=True)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    picked = np.take_along_axis(logp, targets[..., None], -1)[..., 0]
+    return picked, -(np.exp(logp) * logp).sum(-1)
+
+
+def example(n, t, d, v, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    hidden, unembed = rng.normal(size=(n, t, d)), rng.normal(size=(v, d))
+    return hidden.astype(dtype), unembed.astype(dtype), rng.integers(0, v, (n, t))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 15, 1000])
+def test_chunked_logprobs_equal_float64_whether_or_not_the_chunk_divides(chunk):
+    hidden, unembed, targets = example(3, 5, 8, 11)
+    got = jax.jit(functools.partial(chunked_logprobs, temperature=0.6, chunk=chunk))(
+        hidden, unembed, targets
+    )
+    for value, expected in zip(got, numpy_logprobs(hidden, unembed, targets, 0.6), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_chunked_gradients_equal_those_of_the_whole_softmax():
+    hidden, unembed, targets = example(3, 5, 8, 11)
+    a, b = np.random.default_rng(1).normal(size=(2, 3, 5)).astype(np.float32)
+
+    def whole(hidden, unembed):
+        logp = jax.nn.log_softmax(hidden @ unembed.T / 0.6)
+        picked = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+        return jnp.sum(a * picked) - jnp.sum(b[..., None] * jnp.exp(logp) * logp)
+
+    def chunked(hidden, unembed):
+        logp, entropy = chunked_logprobs(hidden, unembed, targets, temperature=0.6, chunk=4)
+        return jnp.sum(a * logp) + jnp.sum(b * entropy)
+
+    expected = jax.jit(jax.grad(whole, (0, 1)))(hidden, unembed)
+    gradients = jax.jit(jax.grad(chunked, (0, 1)))(hidden, unembed)
+    for got, want in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_logprobs_are_those_of_the_tempered_distribution():
+    """BR-037: both sides -0.17301; the raw -0.31326 would make a ratio of 1.1506."""
+    unembed = np.array([[1.0], [2.0]], np.float32)
+    one = np.ones((1, 1, 1), np.float32)
+    logp, _ = chunked_logprobs(one, unembed, np.ones((1, 1), int), temperature=0.6, chunk=1)
+    assert float(logp[0, 0]) == pytest.approx(-0.17301, abs=5e-6)
+    assert np.exp(float(logp[0, 0]) + 0.31326) == pytest.approx(1.1506, abs=5e-5)  # the fault
+
+
+def test_bf16_operands_accumulate_in_fp32():
+    unembed = np.ones((2, 1024), jnp.bfloat16)
+    unembed[1, 0] = 1.0078125  # logits 1024 and 1024.0078: one value in BF16
+    hidden, targets = np.ones((1, 1, 1024), jnp.bfloat16), np.ones((1, 1), int)
+    logp, entropy = chunked_logprobs(hidden, unembed, targets, temperature=1.0, chunk=1)
+    assert logp.dtype == entropy.dtype == jnp.float32
+    assert float(logp[0, 0]) == pytest.approx(-np.log1p(np.exp(-0.0078125)), abs=1e-6)
+
+
+def test_the_unembedding_gradient_of_many_chunks_sums_in_fp32():
+    """Each token adds 0.5; a BF16 sum stops at 128, where the spacing is 1."""
+    hidden, targets = np.ones((512, 1, 1), jnp.bfloat16), np.zeros((512, 1), int)
+
+    def total(unembed):
+        return jnp.sum(chunked_logprobs(hidden, unembed, targets, temperature=1.0, chunk=1)[0])
+
+    gradient = jax.jit(jax.grad(total))(jnp.zeros((2, 1), jnp.bfloat16))
+    np.testing.assert_array_equal(gradient.astype(np.float32), [[256.0], [-256.0]])
+
+
+def largest_array(jaxpr):
+    """The largest element count of any value in a jaxpr, inner jaxprs included."""
+    sizes = [np.prod(v.aval.shape) for eqn in jaxpr.eqns for v in eqn.outvars]
+    inner = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(list(eqn.params.values()))]
+    inner = [getattr(x, "jaxpr", x) for x in inner]
+    return max([*sizes, *(largest_array(x) for x in inner if hasattr(x, "eqns"))])
+
+
+def test_no_array_over_all_tokens_and_vocabulary_is_made_or_kept():
+    """BR-146: 8 x 4096 tokens of 151,936 would be 18.5 GiB a copy."""
+    hidden, unembed, targets = example(4, 64, 8, 4096)
+
+    def loss(hidden, unembed):
+        logp, entropy = chunked_logprobs(hidden, unembed, targets, temperature=1.0, chunk=16)
+        return jnp.sum(logp) + jnp.sum(entropy)
+
+    gradient = jax.grad(loss, (0, 1))
+    assert largest_array(jax.make_jaxpr(gradient)(hidden, unembed).jaxpr) == 16 * 4096
+    temporary = jax.jit(gradient).lower(hidden, unembed).compile().memory_analysis()
+    one_chunk, everything = 16 * 4096 * 4, 256 * 4096 * 4
+    assert one_chunk <= temporary.temp_size_in_bytes < 6 * one_chunk < everything
+
+
+def test_padding_beside_a_row_leaves_its_logprobs_alone():
+    """BR-045, as far as it is the head's: what fills the padded places is not read."""
+    hidden, unembed, targets = example(2, 5, 8, 11)
+    call = functools.partial(chunked_logprobs, temperature=1.0, chunk=3)
+    solo, _ = call(hidden[:1, :2], unembed, targets[:1, :2])
+    hidden[0, 2:], targets[0, 2:] = np.nan, -1
+    batched, _ = call(hidden, unembed, targets)
+    np.testing.assert_allclose(batched[0, :2], solo[0], rtol=1e-6)
+    assert np.isfinite(batched[1]).all()
+
+
+def test_each_chunk_is_shared_by_all_devices():
+    """Chunks cut along the sharded axis would leave seven of eight devices idle."""
+    hidden, unembed, targets = example(8, 16, 8, 64)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (["data"], []))
+    call = functools.partial(chunked_logprobs, temperature=1.0, chunk=32)
+    compiled = jax.jit(call, in_shardings=(rows, whole, rows)).lower(
+        hidden, unembed, targets
+    ).compile()
+    program = compiled.as_text()
+    assert "f32[4,64]" in program and "f32[32,64]" not in program  # logits of 32 / 8 tokens
+    assert "all-gather" not in program and "all-to-all" not in program
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"temperature": 0.0}, "temperature 0.0"),  # BR-154
+    ({"temperature": float("nan")}, "temperature nan"),
+    ({"chunk": 0}, "chunk 0"),
+    ({"targets": np.zeros((3, 4), int)}, r"\(3, 4\)"),
+    ({"unembed": np.zeros((11, 7))}, r"\(11, 7\)"),
+])
+def test_arguments_without_a_meaning_are_refused(change, message):
+    hidden, unembed, targets = example(3, 5, 8, 11)
+    arguments = dict(hidden=hidden, unembed=unembed, targets=targets, temperature=1.0, chunk=4)
+    with pytest.raises(ValueError, match=message):
+        chunked_logprobs(**{**arguments, **change})
+
+
+# Masks and aggregation
+
+
+def test_a_response_without_eos_ends_where_sampling_ended():
+    """BR-042: [5, 6, 7, PAD, PAD], stopped by length."""
+    got = response_mask(np.array([3, 0, 5]), max_length=5)
+    expected = [[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    np.testing.assert_array_equal(got, np.array(expected, bool))
+
+
+def numpy_weights(mask, mode, max_length):
+    rows = [row for row in range(len(mask)) if mask[row].any()]
+    out = np.zeros(mask.shape)
+    for row in rows:
+        scale = {
+            "token_mean": mask.sum(),
+            "sequence_mean": mask[row].sum() * len(rows),
+            "constant": len(rows) * max_length,
+        }[mode]
+        out[row] = mask[row] / scale
+    return out
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(MODES), st.sampled_from([0.1, 0.5, 1.0]))
+def test_aggregation_weights_equal_their_formulas(seed, mode, density):
+    mask = np.random.default_rng(seed).random((N, T)) < density
+    got = make_weights(mask.astype(np.float32), mode, max_length=7)
+    np.testing.assert_allclose(got, numpy_weights(mask, mode, 7), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_batch_gets_zero_weights_not_nan(mode):
+    """BR-162 too: a prompt that fills the budget leaves no tokens."""
+    got = make_weights(np.zeros((N, T), bool), mode, max_length=T)
+    np.testing.assert_array_equal(got, 0.0)
+
+
+def aggregate(values, mask, mode, max_length=100):
+    """Loss whose per-token losses are `values`: ratio 1 everywhere, one value a row."""
+    logp, rows = np.zeros(mask.shape), -np.asarray(values)
+    weights = make_weights(mask, mode, max_length=max_length)
+    return run_policy(logp, logp, rows, mask, weights)
+
+
+def test_micro_batches_add_up_to_one_token_mean():
+    """BR-057: 2 tokens of loss 1 and 8 of loss 0 are 0.2; the mean of two means is 0.5."""
+    mask = np.array([[1] * 2 + [0] * 6, [1] * 8])
+    weights = np.asarray(make_weights(mask, "token_mean", max_length=8))
+    zeros, rows = np.zeros((2, 8)), [[-1.0], [0.0]]
+    parts = [
+        run_policy(zeros[i:i + 1], zeros[i:i + 1], rows[i], mask[i:i + 1], weights[i:i + 1])[0]
+        for i in range(2)
+    ]
+    assert sum(parts) == pytest.approx(0.2, rel=1e-6)
+    assert aggregate([1.0, 0.0], mask, "token_mean")[0] == pytest.approx(0.2, rel=1e-6)
+
+
+def test_masked_tokens_are_out_of_the_numerator_and_have_no_gradient():
+    """BR-059: [[1, 100], [1, -50]] under [[1, 0], [1, 0]] is 1; with them it is 26."""
+    # Ratios off the mask make the losses 100 and -50 there.
+    logp = np.log([[1.0, 100.0], [1.0, 50.0]])
+    mask = np.array([[1, 0], [1, 0]])
+    weights = np.full((2, 2), 0.5)  # not zero off the mask: the loss's own mask must do it
+    loss, metrics, grad = run_policy(logp, np.zeros((2, 2)), [-1, -1], mask, weights)
+    assert loss == 1.0
+    np.testing.assert_array_equal(grad, [[0.5, 0.0], [0.5, 0.0]])
+    assert (metrics["ratio_max"], metrics["ratio_mean"], metrics["tokens"]) == (1, 1, 2)
+
+
+def test_masked_tokens_are_out_of_the_denominator():
+    """BR-060: 10 tokens of loss 1 beside 90 masked ones is 1; with them 0.1."""
+    mask = np.zeros((2, 90), bool)
+    mask[0, :10] = True
+    assert aggregate([1.0, 1.0], mask, "token_mean")[0] == pytest.approx(1.0, rel=1e-6)
+    assert aggregate([1.0, 1.0], mask, "sequence_mean")[0] == pytest.approx(1.0, rel=1e-6)
+    constant = aggregate([1.0, 1.0], mask, "constant", max_length=20)[0]
+    assert constant == pytest.approx(0.5, rel=1e-6)  # 10 tokens of a budget of 20
+
+
+def random_batch(seed, spread=0.5):
+    rng = np.random.default_rng(seed)
+    old = -rng.exponential(size=(N, T))
+    logp = old + spread * rng.normal(size=(N, T))
+    mask = rng.random((N, T)) < 0.7
+    mask[0] = False
+    weights = np.where(mask, rng.random((N, T)), 0.0)
+    return [x.astype(np.float32) for x in (logp, old, rng.normal(size=N), mask, weights)]
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(MODES), st.sampled_from(["token", "sequence"]))
+def test_loss_and_gradient_do_not_depend_on_the_micro_batch_split(seed, mode, level):
+    """BR-057."""
+    logp, old, advantages, mask, _ = random_batch(seed)
+    weights = np.asarray(make_weights(mask, mode, max_length=T))
+    whole, metrics, grad = run_policy(logp, old, advantages, mask, weights, level=level)
+    order = np.random.default_rng(seed).permutation(N)
+    total, ratio, joined = 0.0, 0.0, np.zeros_like(grad)
+    for rows in (order[:3], order[3:]):
+        batch = (x[rows] for x in (logp, old, advantages, mask, weights))
+        part, part_metrics, joined[rows] = run_policy(*batch, level=level)
+        total, ratio = total + part, ratio + part_metrics["ratio_mean"] * part_metrics["tokens"]
+    assert total == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    assert ratio / mask.sum() == pytest.approx(metrics["ratio_mean"], rel=1e-5)
+    np.testing.assert_allclose(joined, grad, rtol=1e-6, atol=1e-8)
+
+
+# Policy loss
+
+
+def numpy_policy(logp, old, advantages, mask, weights, level, low, high, dual_clip):
+    """Loss, gradient and clipped tokens, token by token in float64."""
+    loss, clipped, grad = 0.0, 0, np.zeros((N, T))
+    log_ratio = logp.astype(np.float64) - old
+    for n in range(N):
+        tokens = np.flatnonzero(mask[n])
+        for t in tokens:
+            r = np.exp(log_ratio[n, t] if level == "token" else log_ratio[n, tokens].mean())
+            a = float(advantages[n])
+            objective = min(r * a, np.clip(r, 1 - low, 1 + high) * a)
+            live = objective == r * a
+            clipped += not live
+            if dual_clip is not None and a < 0 and objective < dual_clip * a:
+                objective, live = dual_clip * a, False
+            loss -= weights[n, t] * objective
+            grad[n, t] = -weights[n, t] * r * a * live
+    return loss, grad, clipped / mask.sum()
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([
+        dict(level="token"),
+        dict(level="token", clip=(0.2, 0.28), dual_clip=1.5),
+        dict(level="sequence", clip=(3e-4, 4e-4)),
+        dict(level="sequence", clip=(0.1, 0.2), dual_clip=1.25),
+    ]),
+)
+def test_policy_loss_and_gradient_equal_the_reference(seed, kw):
+    batch = random_batch(seed)
+    low, high = kw.get("clip", (0.2, 0.2))
+    expected = numpy_policy(*batch, kw["level"], low, high, kw.get("dual_clip"))
+    loss, metrics, grad = run_policy(*batch, **kw)
+    assert loss == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(grad, expected[1], rtol=2e-6, atol=1e-8)
+    assert metrics["clip_fraction"] == pytest.approx(expected[2], abs=1e-6)
+
+
+def test_clipping_cuts_and_counts_only_the_side_that_would_gain():
+    """BR-063."""
+    logp, advantages = np.log([[1.3], [0.7], [1.3], [0.7]]), [1, -1, -1, 1]
+    ones, zeros = np.ones((4, 1)), np.zeros((4, 1))
+    for row, (loss, clipped) in enumerate([(-1.2, 1), (0.8, 1), (1.3, 0), (-0.7, 0)]):
+        weights = np.eye(4)[:, [row]]
+        got, _, grad = run_policy(logp, zeros, advantages, ones, weights)
+        assert got == pytest.approx(loss, rel=1e-6)
+        assert (grad[row, 0] == 0) == clipped
+    _, metrics, _ = run_policy(logp, zeros, advantages, ones, ones)
+    assert metrics["clip_fraction"] == 0.5
+    assert metrics["ratio_max"] == pytest.approx(1.3, rel=1e-6)
+
+
+def test_the_sequence_ratio_is_the_geometric_mean():
+    """BR-064: [+0.5, -0.5] is ratio 1, unclipped; token ratios 1.649 and 0.607 both clip."""
+    shift, ones = np.array([[0.5, -0.5]]), np.ones((1, 2))
+    batch = (shift, np.zeros((1, 2)), [1.0], ones, ones / 2)
+    loss, metrics, grad = run_policy(*batch, level="sequence", clip=(3e-4, 4e-4))
+    assert (loss, metrics["clip_fraction"], metrics["ratio_max"]) == (-1, 0, 1)
+    np.testing.assert_array_equal(grad, [[-0.5, -0.5]])
+    both_signs = [np.repeat(x, 2, 0) for x in (shift, np.zeros((1, 2)))]
+    _, metrics, _ = run_policy(*both_signs, [1.0, -1.0], np.ones((2, 2)), np.ones((2, 2)))
+    assert metrics["clip_fraction"] == 0.5  # the +0.5 of one row, the -0.5 of the other
+    # A sum in place of the mean would be exp(1) for [0.5, 0.5].
+    up = run_policy(np.full((1, 2), 0.5), *batch[1:], level="sequence", clip=(1.0, 1.0))
+    assert up[1]["ratio_max"] == pytest.approx(np.exp(0.5), rel=1e-6)
+
+
+def test_gspo_gradient_is_that_of_the_sequence_objective():
+    logp, old, advantages, mask, _ = random_batch(3, spread=0.05)
+    weights = np.asarray(make_weights(mask, "sequence_mean", max_length=T))
+
+    def direct(logp):  # mean over non-empty rows of min(s A, clip(s) A), s = exp(mean log-ratio)
+        length = mask.sum(1)
+        s = jnp.exp(jnp.sum(mask * (logp - old), 1) / np.maximum(length, 1))
+        gain = jnp.minimum(s * advantages, jnp.clip(s, 1 - 0.02, 1 + 0.02) * advantages)
+        return -jnp.sum((length > 0) * gain) / (length > 0).sum()
+
+    batch = (logp, old, advantages, mask, weights)
+    loss, metrics, grad = run_policy(*batch, level="sequence", clip=(0.02, 0.02))
+    assert 0 < metrics["clip_fraction"] < 1  # both branches are in the example
+    assert loss == pytest.approx(float(direct(logp)), rel=1e-6)
+    np.testing.assert_allclose(grad, jax.jit(jax.grad(direct))(logp), rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_at_learning_rate_zero_the_ratio_is_one_and_nothing_is_clipped(level):
+    """BR-051."""
+    logp, _, advantages, mask, weights = random_batch(5)
+    batch = (logp, logp, advantages, mask, weights)
+    _, metrics, grad = run_policy(*batch, level=level, clip=(3e-4, 4e-4))
+    tokens = metrics.pop("tokens")
+    assert tokens == mask.sum()
+    assert metrics == dict(
+        clip_fraction=0, dual_clip_fraction=0, ratio_mean=1, ratio_max=1, approx_kl=0
+    )
+    np.testing.assert_allclose(grad, -weights * advantages[:, None], rtol=1e-6)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    logp, ones = np.log([[4.0], [4.0], [2.0]]), np.ones((3, 1))
+    batch = (logp, np.zeros((3, 1)), [-1.0, 1.0, -1.0], ones, ones)
+    loss, metrics, grad = run_policy(*batch, dual_clip=3.0)
+    assert loss == pytest.approx(3.0 - 1.2 + 2.0, rel=1e-6)  # without dual clip 4 - 1.2 + 2
+    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 3)
+    np.testing.assert_allclose(grad[:, 0], [0.0, 0.0, 2.0], rtol=1e-6)
+    assert run_policy(*batch)[0] == pytest.approx(4.8, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_junk_off_the_mask_changes_no_bit_of_value_or_gradient(level):
+    logp, old, advantages, mask, weights = random_batch(7)
+    expected = run_policy(logp, old, advantages, mask, weights, level=level)
+    off = mask == 0
+    for junk in (np.nan, np.inf, -np.inf, 1e30):
+        for dirty in range(3):
+            arrays = [logp, old, weights]
+            arrays[dirty] = np.where(off, junk, arrays[dirty])
+            rows = np.where(off.all(1), junk, advantages)
+            got = run_policy(*arrays[:2], rows, mask, arrays[2], level=level)
+            assert got[:2] == expected[:2]
+            np.testing.assert_array_equal(got[2], expected[2])
+            np.testing.assert_array_equal(got[2][off], 0.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("gap", [100.0, -100.0, 1e30, np.inf, -np.inf])
+def test_an_absurd_log_ratio_stays_finite(gap, level):
+    old, ones = np.array([[-1.0, -1.0 - gap]]), np.ones((1, 2))
+    for advantage in (1.0, -1.0):
+        batch = (np.full((1, 2), -1.0), old, [advantage], ones, ones)
+        loss, metrics, grad = run_policy(*batch, level=level)
+        assert np.isfinite([loss, *metrics.values()]).all()
+        assert np.isfinite(grad).all()
+        assert metrics["ratio_max"] <= np.exp(20.001)
+
+
+def test_nan_under_the_mask_is_seen():
+    ones = np.ones((1, 2))
+    loss, _, _ = run_policy([[np.nan, 0.0]], np.zeros((1, 2)), [1.0], ones, ones)
+    assert np.isnan(loss)
+
+
+def test_observation_tokens_have_no_gradient_and_action_tokens_have():
+    """BR-070."""
+    mask = np.array([[1, 1, 0, 0, 1]])
+    for level in ("token", "sequence"):
+        old, weights = np.full((1, 5), -0.01), np.full((1, 5), 0.2)
+        _, _, grad = run_policy(np.zeros((1, 5)), old, [1.0], mask, weights, level=level)
+        np.testing.assert_array_equal(grad != 0, mask != 0)
+
+
+def test_only_the_new_log_probs_are_differentiated():
+    batch = [jnp.asarray(x) for x in random_batch(9)]
+    call = functools.partial(policy_loss, clip_low=0.2, clip_high=0.2, level="token")
+    grads = jax.jit(jax.grad(lambda *b: call(*b)[0], (1, 2, 4)))(*batch)
+    for grad in grads:
+        np.testing.assert_array_equal(grad, 0.0)
+
+
+def test_settings_are_those_of_the_papers():
+    columns = ("scale", "aggregation", "level", "clip_low", "clip_high", "dynamic_sampling")
+    assert {name: tuple(entry[c] for c in columns) for name, entry in ALGORITHMS.items()} == {
+        "grpo": ("std", "sequence_mean", "token", 0.2, 0.2, False),
+        "dr_grpo": ("none", "constant", "token", 0.2, 0.2, False),
+        "dapo": ("std", "token_mean", "token", 0.2, 0.28, True),
+        "gspo": ("std", "sequence_mean", "sequence", 3e-4, 4e-4, False),
+    }
+    losses.algorithm("grpo")["clip_low"] = 9.0
+    assert losses.algorithm("dr_grpo")["clip_low"] == losses.algorithm("grpo")["clip_low"] == 0.2
+
+
+def test_unknown_names_and_shapes_that_differ_are_refused():
+    ones = jnp.ones((2, 3))
+    call = functools.partial(policy_loss, ones, ones, ones[:, 0], ones, ones, clip_low=0.2)
+    with pytest.raises(ValueError, match="'word'; choose one of token, sequence"):
+        call(clip_high=0.2, level="word")
+    with pytest.raises(ValueError, match="dual_clip 1.0 must be above 1"):
+        call(clip_high=0.2, level="token", dual_clip=1.0)
+    with pytest.raises(ValueError, match="'mean'; choose.* token_mean, sequence_mean, constant"):
+        aggregation_weights(ones, "mean", max_length=3)
+    with pytest.raises(ValueError, match="'ppo'; choose one of grpo, dr_grpo, dapo, gspo"):
+        losses.algorithm("ppo")
+    with pytest.raises(ValueError, match=r"\(2, 1\), \(2, 3\)"):
+        kl_to_reference(ones, ones[:, :1], ones, ones)
+
+
+# KL to the reference
+
+
+def test_k3_is_finite_with_a_gradient_that_pulls_back():
+    """BR-062: ref - logp = 100; exp overflows FP32 above 88.72, its gradient is then NaN."""
+    one = np.ones((1, 1), np.float32)
+    value, grad = kl_and_grad(-100 * one, 0 * one, one, one)
+    slope = np.expm1(10.0)
+    assert float(value) == pytest.approx(slope - 10 + 90 * slope, rel=1e-6)
+    assert float(grad[0, 0]) == pytest.approx(-slope, rel=1e-6)
+
+
+def test_k3_equals_its_formula_and_gradient_off_and_on_the_mask():
+    logp = np.array([[-1.0, -2.0, -3.0, np.nan]], np.float32)
+    ref, mask = logp + np.array([[0.3, -0.4, 0.0, 1.0]], np.float32), np.array([[1, 1, 1, 0]])
+    weights = np.array([[0.5, 0.25, 1.0, np.nan]], np.float32)
+    value, grad = kl_and_grad(logp, ref, mask, weights)
+    expected = 0.5 * (np.exp(0.3) - 1.3) + 0.25 * (np.exp(-0.4) - 0.6)
+    assert float(value) == pytest.approx(expected, rel=1e-5)
+    expected = [0.5 * (1 - np.exp(0.3)), 0.25 * (1 - np.exp(-0.4)), 0.0, 0.0]
+    np.testing.assert_allclose(grad[0], expected, rtol=1e-5)
+
+
+# Devices and the optimizer
+
+
+def head_loss(params, hidden, targets, old, advantages, mask, *, name):
+    chosen = losses.algorithm(name)
+    logp, _ = chunked_logprobs(hidden, params, targets, temperature=0.8, chunk=16)
+    weights = aggregation_weights(mask, chosen["aggregation"], max_length=T)
+    keys = ("clip_low", "clip_high", "level")
+    kw = {key: chosen[key] for key in keys}
+    loss, _ = policy_loss(logp, old, advantages, mask, weights, **kw)
+    return loss + 0.1 * kl_to_reference(logp, old, mask, weights)
+
+
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_one_device_and_eight_give_the_same_loss_and_gradient(name):
+    """BR-067: 8 rows, among them an empty one and lengths that differ."""
+    hidden, unembed, targets = example(8, T, 8, 11)
+    rng = np.random.default_rng(2)
+    old = numpy_logprobs(hidden, unembed, targets, 0.8)[0] + 0.1 * rng.normal(size=(8, T))
+    mask = np.arange(T) < np.array([0, 1, 5, 2, 4, 5, 3, 1])[:, None]
+    rows = (hidden, targets, old.astype(np.float32), rng.normal(size=8).astype(np.float32), mask)
+    step = jax.jit(jax.value_and_grad(functools.partial(head_loss, name=name)))
+    expected = step(unembed, *rows)
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), PartitionSpec("data"))
+    placed = jax.device_put(rows, sharding)
+    assert len(placed[0].sharding.device_set) == 8
+    loss, grad = step(unembed, *placed)
+    assert float(loss) == pytest.approx(float(expected[0]), rel=2e-6, abs=1e-7)
+    np.testing.assert_allclose(grad, expected[1], rtol=2e-5, atol=2e-7)
+
+
+def test_clipping_acts_on_the_summed_gradient():
+    """BR-074: (3, 0) and (0, 4) have mean (1.5, 2) of norm 2.5, clipped (.6, .8), not (.5, .5)."""
+    slopes = np.array([[3.0, 0.0], [0.0, 4.0]], np.float32)
+    weights = make_weights(np.ones((2, 1), bool), "token_mean", max_length=1)
+
+    def loss(theta, slope, weights):
+        logp = jnp.sum(slope * theta)[None, None]
+        one = jnp.ones((1, 1))
+        kw = dict(clip_low=0.2, clip_high=0.2, level="token")
+        return policy_loss(logp, jax.lax.stop_gradient(logp), -one[0], one, weights, **kw)[0]
+
+    gradient = jax.jit(jax.grad(loss))
+    gradients = [gradient(jnp.zeros(2), slopes[i], weights[i:i + 1]) for i in range(2)]
+    clip = optax.clip_by_global_norm(1.0)
+    clipped, _ = clip.update(sum(gradients), clip.init(jnp.zeros(2)))
+    np.testing.assert_allclose(clipped, [0.6, 0.8], rtol=1e-6)
+
+
+def test_an_fp32_master_keeps_updates_that_bf16_swallows():
+    """BR-072: Adam of 1e-6 on 1.0 gives 0.999999; BF16 stays at 1."""
+    hidden, targets = np.ones((1, 1, 1), jnp.bfloat16), np.zeros((1, 1), int)
+
+    def loss(master):
+        logp, _ = chunked_logprobs(
+            hidden, master.astype(jnp.bfloat16), targets, temperature=1.0, chunk=1
+        )
+        return jnp.sum(logp)
+
+    def after_one_step(params):
+        adam = optax.adam(1e-6)
+        updates, _ = adam.update(jax.jit(jax.grad(loss))(params), adam.init(params))
+        return optax.apply_updates(params, updates)
+
+    master = after_one_step(jnp.ones((2, 1)))
+    np.testing.assert_allclose(master[:, 0], [0.999999, 1.000001], rtol=0, atol=6e-8)
+    swallowed = after_one_step(jnp.ones((2, 1), jnp.bfloat16))
+    np.testing.assert_array_equal(swallowed.astype(np.float32), 1.0)

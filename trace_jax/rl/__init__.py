@@ -1,0 +1,1 @@
+"""The learner: advantages, losses, train/rollout corrections and the mismatch ledger."""
