@@ -14,8 +14,8 @@ from trace_jax.fp4.formats import (
 from trace_jax.fp4.guidance import (
     NO_GUIDANCE,
     SITES,
-    Guide,
     GuidancePlan,
+    Guide,
     Quantized,
     SiteGuidance,
     SiteShape,

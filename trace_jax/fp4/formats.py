@@ -88,6 +88,27 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
+def divide(x: jax.Array, y: jax.Array | float) -> jax.Array:
+    """x / y, correctly rounded whatever the shapes and the program around it.
+
+    XLA turns division by a broadcast y into multiplication by 1 / y, which is an
+    ulp off and moves ties; a divisor that depends on x is left alone.
+    """
+    return x / jnp.where(x == x, y, x)
+
+
+def fp32_source(x: jax.Array, dtype=None) -> jax.Array:
+    """`x` as FP32, holding exactly the values of `dtype` (default: that of x).
+
+    A cast to BF16 and back is dropped by XLA:GPU where both meet in one program,
+    and then the two sides of a rollout quantize different values.
+    """
+    x32 = x.astype(jnp.float32)
+    if jnp.dtype(dtype or x.dtype) == jnp.bfloat16:
+        return jax.lax.reduce_precision(x32, exponent_bits=8, mantissa_bits=7)
+    return x32
+
+
 # --- E2M1 codes --------------------------------------------------------------
 
 
@@ -160,18 +181,35 @@ def unpack(packed: jax.Array) -> jax.Array:
 def decode_scale(scale_bytes: jax.Array, fmt: Format) -> jax.Array:
     """FP32 values of the stored scale bytes (uint8)."""
     if fmt.scale_type == "e4m3":
-        return jax.lax.bitcast_convert_type(scale_bytes, jnp.float8_e4m3fn).astype(jnp.float32)
+        return _decode_e4m3(scale_bytes)
     exponent = scale_bytes.astype(jnp.uint32) << 23
     exponent = jnp.where(scale_bytes == 0, jnp.uint32(0x00400000), exponent)  # 2**-127
     exponent = jnp.where(scale_bytes == 255, jnp.uint32(0x7FC00000), exponent)
     return jax.lax.bitcast_convert_type(exponent, jnp.float32)
 
 
+# E4M3 goes by bits and never through the float8 type: where the encoded scale is
+# decoded in the same program, XLA:GPU drops the pair of casts and the codes are then
+# rounded on a scale that is not the stored one.
+
+
+def _decode_e4m3(byte: jax.Array) -> jax.Array:
+    low = (byte & 0x7F).astype(jnp.uint32)
+    normal = jax.lax.bitcast_convert_type((low << 20) + jnp.uint32(120 << 23), jnp.float32)
+    magnitude = jnp.where(low < 8, low.astype(jnp.float32) * E4M3_SMALLEST, normal)
+    magnitude = jnp.where(low == 0x7F, jnp.nan, magnitude)
+    return jnp.where(byte & 0x80, -magnitude, magnitude)
+
+
 def _encode_e4m3(raw: jax.Array) -> jax.Array:
-    # Above 464 the bare cast gives NaN, so clip; NaN itself passes the clip.
     # The floor keeps a small block alive instead of dividing by a zero scale.
     clipped = jnp.clip(raw, E4M3_SMALLEST, E4M3_MAX)
-    return jax.lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(clipped, jnp.uint32)
+    even = bits + jnp.uint32(0x7FFFF) + ((bits >> 20) & 1)  # ties to even at 3 mantissa bits
+    normal = (even >> 20) - jnp.uint32(120 << 3)
+    subnormal = jnp.round(clipped / E4M3_SMALLEST).astype(jnp.uint32)
+    byte = jnp.where(clipped < 2.0**-6, subnormal, normal)
+    return jnp.where(jnp.isnan(raw), 0x7F, byte).astype(jnp.uint8)
 
 
 def _encode_e8m0(amax: jax.Array, rule: ScaleRule) -> jax.Array:
@@ -195,7 +233,7 @@ def outer_scale(amax: jax.Array, fmt: Format) -> jax.Array:
     amax = amax.astype(jnp.float32)
     if fmt.outer == "none":
         return jnp.where(jnp.isfinite(amax), jnp.float32(1.0), jnp.nan)
-    outer = jnp.maximum(amax / (E2M1_MAX * fmt.top_scale), OUTER_FLOOR)
+    outer = jnp.maximum(divide(amax, E2M1_MAX * fmt.top_scale), OUTER_FLOOR)
     if fmt.outer == "pow2":
         bits = jax.lax.bitcast_convert_type(outer, jnp.uint32)
         up = (bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000)
@@ -211,19 +249,25 @@ def block_scales(u: jax.Array, fmt: Format) -> jax.Array:
     amax = jnp.max(jnp.abs(u), axis=-1)
     if fmt.scale_type == "e8m0":
         return _encode_e8m0(amax, fmt.scale_rule)
-    to_six = _encode_e4m3(amax / E2M1_MAX)
+    to_six = _encode_e4m3(divide(amax, E2M1_MAX))
     if fmt.scale_rule == "six":
         return to_six
     to_four = _encode_e4m3(amax / 4.0)
-    return jnp.where(
-        _squared_error(u, to_four, fmt) < _squared_error(u, to_six, fmt), to_four, to_six
-    )
+    unit = decode_scale(to_six, fmt)[..., None]
+    less = _squared_error(u, to_four, unit, fmt) < _squared_error(u, to_six, unit, fmt)
+    return jnp.where(less, to_four, to_six)
 
 
-def _squared_error(u: jax.Array, scale_bytes: jax.Array, fmt: Format) -> jax.Array:
+def _squared_error(u: jax.Array, scale_bytes: jax.Array, unit: jax.Array, fmt: Format) -> jax.Array:
+    """Sum of squared errors a block, in (unit / 4096)**2, as int32.
+
+    Integers add up alike in any order and without fused multiply-adds, so that
+    near ties fall alike in every program. 16 * 8192**2 fits.
+    """
     scale = decode_scale(scale_bytes, fmt)[..., None]
-    error = decode_e2m1(encode_e2m1(u / scale)) * scale - u
-    return jnp.sum(error * error, axis=-1)
+    error = jnp.abs(decode_e2m1(encode_e2m1(divide(u, scale))) * scale - u)
+    ticks = jnp.round(jnp.minimum(divide(error, unit), 2.0) * 4096).astype(jnp.int32)
+    return jnp.sum(ticks * ticks, axis=-1)
 
 
 # --- blocks along the last axis ------------------------------------------------

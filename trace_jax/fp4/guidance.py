@@ -13,7 +13,8 @@ whenever a row maximum crosses a binade between the two sides.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from flax import struct
 
 from trace_jax.fp4 import formats
 from trace_jax.fp4.formats import NVFP4, Format
-from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round
+from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round, straight_through
 
 SITES = ("expert_in", "expert_mid", "k", "v")
 
@@ -39,7 +40,7 @@ def select_layers(spec: Any, num_layers: int) -> tuple[int, ...]:
     """Layer indices named by `spec`, ascending.
 
     "all", "none", "first:N", "last:N" (N a count, or a fraction such as 0.5,
-    rounded to the nearest layer), or a sequence of indices.
+    rounded to the nearest layer), indices as text ("0,3,5"), or a sequence of indices.
 
     Raises:
       ValueError: anything else, or more layers than there are.
@@ -48,22 +49,32 @@ def select_layers(spec: Any, num_layers: int) -> tuple[int, ...]:
         return tuple(range(num_layers))
     if spec == "none":
         return ()
+    if isinstance(spec, str) and spec.replace(",", "").isdigit():
+        spec = [int(i) for i in spec.split(",") if i]
     if isinstance(spec, str):
         end, _, amount = spec.partition(":")
         try:
             count = int(amount) if amount.isdigit() else round(float(amount) * num_layers)
-        except ValueError:
+        except (ValueError, OverflowError):
             count = -1
         if end not in ("first", "last") or not 0 <= count <= num_layers:
-            raise ValueError(
-                f"layers {spec!r}: write all, none, first:N, last:N with N a count up to "
-                f"{num_layers} or a fraction from 0.0 to 1.0, or a list of indices"
-            )
-        return tuple(range(count)) if end == "first" else tuple(range(num_layers - count, num_layers))
-    layers = tuple(sorted({int(i) for i in spec}))
+            raise ValueError(_layers_help(spec, num_layers))
+        first = 0 if end == "first" else num_layers - count
+        return tuple(range(first, first + count))
+    try:
+        layers = tuple(sorted({operator.index(i) for i in spec}))
+    except TypeError:
+        raise ValueError(_layers_help(spec, num_layers)) from None
     if layers and not 0 <= layers[0] <= layers[-1] < num_layers:
         raise ValueError(f"layers {layers}: the model has layers 0 to {num_layers - 1}")
     return layers
+
+
+def _layers_help(spec, num_layers) -> str:
+    return (
+        f"layers {spec!r}: write all, none, first:N, last:N with N a count up to "
+        f"{num_layers} or a fraction from 0.0 to 1.0, or indices such as 0,3,5"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +110,14 @@ class GuidancePlan:
 
     def __post_init__(self):
         object.__setattr__(self, "sites", tuple(self.sites))
-        if not isinstance(self.layers, str):
+        if isinstance(self.layers, Iterable) and not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(self.layers))
         unknown = [s for s in self.sites if s not in SITES]
         checks = (
+            (
+                isinstance(self.layers, str | tuple),
+                f"layers is {self.layers!r}; write last:0.5, all, none, or indices such as 0,3,5",
+            ),
             (not unknown, f"sites {unknown} are unknown; write some of {', '.join(SITES)}"),
             (self.bits in (0, 1, 4), f"bits is {self.bits}; write 0, 1 or 4"),
             (self.scale_bits in (2, 8), f"scale_bits is {self.scale_bits}; write 8 or 2"),
@@ -138,14 +153,20 @@ class GuidancePlan:
     def site_layers(self, shapes: Mapping[str, SiteShape], num_layers: int):
         """{site: planned layers that have it}; sites without any are left out."""
         chosen = set(select_layers(self.layers, num_layers))
-        planned = {s: tuple(i for i in shapes[s].layers if i in chosen) for s in self.sites if s in shapes}
+        planned = {
+            site: tuple(i for i in shapes[site].layers if i in chosen)
+            for site in self.sites
+            if site in shapes
+        }
         return {site: layers for site, layers in planned.items() if layers}
 
 
 NO_GUIDANCE = GuidancePlan(layers="none")
 
 
-def guidance_bytes_per_token(model_config: Any, plan: GuidancePlan, format: Format = NVFP4) -> float:
+def guidance_bytes_per_token(
+    model_config: Any, plan: GuidancePlan, format: Format = NVFP4
+) -> float:
     """Bytes of guidance a token (method.md section 3).
 
     Args:
@@ -247,11 +268,12 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     Without a guide: nearest, own scales. With one: the rollout's scales and bits
     where `guide.obey`. The value is straight-through differentiable.
     """
-    x = x.astype(jnp.bfloat16).astype(jnp.float32)
-    amax = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+    source = x.astype(jnp.bfloat16)
+    x = jax.lax.stop_gradient(formats.fp32_source(x, jnp.bfloat16))
+    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     outer = formats.outer_scale(amax, fmt)
-    u = formats.to_blocks(x / outer, fmt)
-    scale_bytes = formats.block_scales(jax.lax.stop_gradient(u), fmt)
+    u = formats.to_blocks(formats.divide(x, outer), fmt)
+    scale_bytes = formats.block_scales(u, fmt)
     spec, hint, guard, obey = NEAREST, None, None, None
     if guide is not None:
         obey = guide.obey[..., None]
@@ -259,7 +281,7 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
         scale_bytes = jnp.where(obey, received, scale_bytes)
         if fmt.outer == "pow2" and guide.plan.scale_bits == 8:
             outer = jnp.where(obey, _received_outer(received, amax, fmt), outer)
-            u = formats.to_blocks(x / outer, fmt)
+            u = formats.to_blocks(formats.divide(x, outer), fmt)
         spec = Rounding(guide.plan.mode)
         hint = hints(guide.stored, guide.plan, x.shape[-1])
         hint = None if hint is None else formats.to_blocks(hint, fmt)
@@ -268,9 +290,9 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     scale = formats.decode_scale(scale_bytes, fmt)[..., None]
     value, codes = fp4_round(spec, u, scale, hint, guard, obey)
     width = x.shape[-1]
-    value = formats.from_blocks(value, width) * outer
+    value = (formats.from_blocks(value, width) * outer).astype(jnp.bfloat16)
     return Quantized(
-        value.astype(jnp.bfloat16), formats.from_blocks(codes, width), scale_bytes, outer
+        straight_through(source, value), formats.from_blocks(codes, width), scale_bytes, outer
     )
 
 
@@ -291,4 +313,5 @@ def _received_outer(received: jax.Array, amax: jax.Array, fmt: Format) -> jax.Ar
     # 4-over-6 may have scaled the largest block by 1.5, which is 0.58 of a binade.
     slack = 0.2 if fmt.scale_rule == "four_over_six" else 0.5
     power = jnp.maximum(jnp.ceil(exponent - slack), -117).astype(jnp.int32)
-    return jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
+    outer = jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
+    return jnp.where(jnp.isfinite(amax), outer, jnp.nan)

@@ -8,7 +8,7 @@ from flax import struct
 
 from trace_jax.fp4 import formats
 from trace_jax.fp4.formats import Format
-from trace_jax.fp4.rounding import NEAREST, fp4_round
+from trace_jax.fp4.rounding import NEAREST, fp4_round, straight_through
 
 
 @struct.dataclass
@@ -61,11 +61,11 @@ def row_axes(x: jax.Array) -> tuple[int, ...]:
 
 def _scaled(x, fmt: Format, outer_axes: Sequence[int] | None):
     """u = x / outer in FP32 blocks, scale bytes, outer scale."""
-    x = x.astype(jnp.float32)
+    x = formats.fp32_source(x)
     axes = tuple(range(x.ndim)) if outer_axes is None else tuple(outer_axes)
     amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
     outer = jax.lax.stop_gradient(formats.outer_scale(amax, fmt))
-    u = formats.to_blocks(x / outer, fmt)
+    u = formats.to_blocks(formats.divide(x, outer), fmt)
     return u, jax.lax.stop_gradient(formats.block_scales(u, fmt)), outer
 
 
@@ -92,7 +92,8 @@ def quantize(
     _check(x)
     moved = jnp.moveaxis(x, axis, -1)
     u, scale_bytes, outer = _scaled(moved, format, outer_axes)
-    codes = formats.encode_e2m1(u / formats.decode_scale(scale_bytes, format)[..., None])
+    scale = formats.decode_scale(scale_bytes, format)[..., None]
+    codes = formats.encode_e2m1(formats.divide(u, scale))
     return QTensor(
         packed=formats.pack(codes.reshape(*codes.shape[:-2], -1)),
         block_scale=scale_bytes,
@@ -115,8 +116,9 @@ def unscaled(q: QTensor, dtype=jnp.bfloat16) -> jax.Array:
 
 def dequantize(q: QTensor, dtype=None) -> jax.Array:
     """The array that `q` stands for, in `dtype` (default: that of the source)."""
-    value = unscaled(q, jnp.float32) * q.outer
-    return jnp.moveaxis(value, -1, q.axis).astype(dtype or q.dtype)
+    value = jnp.moveaxis(unscaled(q, jnp.float32) * q.outer, -1, q.axis)
+    dtype = jnp.dtype(dtype or q.dtype)
+    return formats.fp32_source(value, dtype).astype(dtype)
 
 
 def fake_quant(
@@ -128,8 +130,9 @@ def fake_quant(
     """
     _check(x)
     moved = jnp.moveaxis(x, axis, -1)
-    value, outer = fake_quant_unscaled(moved, format, outer_axes=outer_axes)
-    return jnp.moveaxis(value * outer, -1, axis).astype(x.dtype)
+    value, outer = fake_quant_unscaled(jax.lax.stop_gradient(moved), format, outer_axes=outer_axes)
+    value = jnp.moveaxis(value * outer, -1, axis)
+    return straight_through(x, formats.fp32_source(value, x.dtype).astype(x.dtype))
 
 
 def fake_quant_unscaled(

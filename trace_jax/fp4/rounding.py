@@ -95,12 +95,13 @@ def fp4_round(spec: Rounding, x, scale, hint=None, guard=None, obey=None):
       hint, guard, obey: as in `round_codes`.
 
     Returns:
-      FP32 values and uint8 codes of x's shape. The gradient with respect to x is
-      that of the values, unchanged (or zero where clipped, if asked); scale and
-      hints get none.
+      FP32 values and uint8 codes of x's shape. A NaN or infinite x gives NaN: the
+      codes cannot say so, and the scale may be the other side's. The gradient with
+      respect to x is that of the values, unchanged (or zero where clipped, if
+      asked); scale and hints get none.
     """
-    codes = round_codes(spec, x / scale, hint, guard, obey)
-    return formats.decode_e2m1(codes) * scale, codes
+    codes = round_codes(spec, formats.divide(x, scale), hint, guard, obey)
+    return jnp.where(jnp.isfinite(x), formats.decode_e2m1(codes) * scale, jnp.nan), codes
 
 
 def _forward(spec, x, scale, hint, guard, obey):
@@ -124,6 +125,19 @@ def _no_gradient(x):
 
 
 fp4_round.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def straight_through(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`value`, with the gradient going to `x` (of its shape and dtype) unchanged.
+
+    Differentiating x / outer * outer instead is an ulp off, and zero where the
+    outer scale is so small that the gradient times it underflows.
+    """
+    return value
+
+
+straight_through.defvjp(lambda x, value: (value, None), lambda _, g: (g, jnp.zeros_like(g)))
 
 
 def guided_round(
@@ -161,7 +175,9 @@ def guided_round(
             f"{(*x.shape[:-1], blocks)}, not {block_scale.shape}"
         )
     if mantissa_bits.shape != x.shape:
-        raise ValueError(f"guided_round: mantissa_bits {mantissa_bits.shape} must match x {x.shape}")
+        raise ValueError(
+            f"guided_round: mantissa_bits {mantissa_bits.shape} must match x {x.shape}"
+        )
     u = formats.to_blocks(x.astype(jnp.float32), format)
     bits = formats.to_blocks(mantissa_bits.astype(jnp.uint8), format)
     scale = block_scale.astype(jnp.float32)[..., None]
