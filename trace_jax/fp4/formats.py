@@ -109,6 +109,17 @@ def fp32_source(x: jax.Array, dtype=None) -> jax.Array:
     return x32
 
 
+def largest(x: jax.Array, axis=-1, keepdims: bool = False) -> jax.Array:
+    """Largest absolute value of FP32 `x` over `axis`; NaN where there is one.
+
+    Compares bits: a compiled floating-point maximum may drop NaN (XLA:CPU does, by
+    shape), and the bad value would become a clean code.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    top = jnp.max(bits, axis=axis, keepdims=keepdims)
+    return jax.lax.bitcast_convert_type(top, jnp.float32)
+
+
 # --- E2M1 codes --------------------------------------------------------------
 
 
@@ -246,7 +257,7 @@ def block_scales(u: jax.Array, fmt: Format) -> jax.Array:
 
     `u` is already divided by the outer scale.
     """
-    amax = jnp.max(jnp.abs(u), axis=-1)
+    amax = largest(u)
     if fmt.scale_type == "e8m0":
         return _encode_e8m0(amax, fmt.scale_rule)
     to_six = _encode_e4m3(divide(amax, E2M1_MAX))

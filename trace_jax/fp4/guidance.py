@@ -270,7 +270,7 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     """
     source = x.astype(jnp.bfloat16)
     x = jax.lax.stop_gradient(formats.fp32_source(x, jnp.bfloat16))
-    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    amax = formats.largest(x, keepdims=True)
     outer = formats.outer_scale(amax, fmt)
     u = formats.to_blocks(formats.divide(x, outer), fmt)
     scale_bytes = formats.block_scales(u, fmt)

@@ -63,7 +63,7 @@ def _scaled(x, fmt: Format, outer_axes: Sequence[int] | None):
     """u = x / outer in FP32 blocks, scale bytes, outer scale."""
     x = formats.fp32_source(x)
     axes = tuple(range(x.ndim)) if outer_axes is None else tuple(outer_axes)
-    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    amax = formats.largest(jax.lax.stop_gradient(x), axes, keepdims=True)
     outer = jax.lax.stop_gradient(formats.outer_scale(amax, fmt))
     u = formats.to_blocks(formats.divide(x, outer), fmt)
     return u, jax.lax.stop_gradient(formats.block_scales(u, fmt)), outer
