@@ -3,26 +3,32 @@
 Rows are laid out expert by expert, each expert's share padded to whole tiles, so
 that every tile of rows belongs to one expert. Shapes depend on the number of rows
 and experts alone: nothing is dropped and nothing recompiles when the load moves.
+
+Moving between tokens and rows is a permutation, so its transpose is a gather too;
+saying so (`custom_vjp`) keeps scatters out of the backward pass.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Groups(NamedTuple):
-    """Layout of routed rows.
+    """Layout of routed rows; a slot is one of the top_k choices of a token.
 
     Attributes:
-      row: int32 [tokens * top_k]; where (token, slot) stands among the rows.
-      token: int32 [rows]; the token of each row, or `tokens` for a padding row.
+      row: int32 [tokens, top_k]; where each slot stands among the rows.
+      slot: int32 [rows]; token * top_k + slot of each row, or tokens * top_k for a
+        padding row.
       tile_expert: int32 [tiles]; the expert of each tile.
       sizes: int32 [experts]; rows of each expert, padding not counted.
     """
 
     row: jax.Array
-    token: jax.Array
+    slot: jax.Array
     tile_expert: jax.Array
     sizes: jax.Array
 
@@ -39,7 +45,6 @@ def group_tokens(expert_ids: jax.Array, num_experts: int) -> Groups:
     Args:
       expert_ids: int32 [tokens, top_k], each in 0..num_experts-1.
     """
-    tokens, top_k = expert_ids.shape
     flat = expert_ids.reshape(-1)
     tile = tile_rows(flat.size, num_experts)
     tiles = (flat.size + num_experts * (tile - 1)) // tile
@@ -49,34 +54,79 @@ def group_tokens(expert_ids: jax.Array, num_experts: int) -> Groups:
     order = jnp.argsort(flat, stable=True)
     rank_sorted = jnp.arange(flat.size) - (jnp.cumsum(sizes) - sizes)[flat[order]]
     row = jnp.zeros(flat.size, jnp.int32).at[order].set(first_row[flat[order]] + rank_sorted)
-    token = jnp.full(tiles * tile, tokens, jnp.int32).at[row].set(jnp.arange(flat.size) // top_k)
+    slot = jnp.full(tiles * tile, flat.size, jnp.int32).at[row].set(jnp.arange(flat.size))
     tile_expert = jnp.searchsorted(tile_ends, jnp.arange(tiles), side="right")
     tile_expert = jnp.minimum(tile_expert, num_experts - 1).astype(jnp.int32)
-    return Groups(row, token, tile_expert, sizes)
+    return Groups(row.reshape(expert_ids.shape), slot, tile_expert, sizes)
 
 
+def _int_zeros(groups: Groups):
+    return jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), groups)
+
+
+@jax.custom_vjp
+def slots_to_rows(x: jax.Array, groups: Groups) -> jax.Array:
+    """x [tokens, top_k, ...] to [rows, ...]; padding rows are zero."""
+    flat = x.reshape(-1, *x.shape[2:])
+    return flat.at[groups.slot].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def rows_to_slots(rows: jax.Array, groups: Groups) -> jax.Array:
+    """rows [rows, ...] back to [tokens, top_k, ...]."""
+    return rows[groups.row]
+
+
+@jax.custom_vjp
+def tokens_to_rows(x: jax.Array, groups: Groups) -> jax.Array:
+    """x [tokens, ...] to [rows, ...], once for every slot; padding rows are zero."""
+    return x.at[groups.slot // groups.row.shape[1]].get(mode="fill", fill_value=0)
+
+
+slots_to_rows.defvjp(
+    lambda x, groups: (slots_to_rows(x, groups), groups),
+    lambda groups, g: (rows_to_slots(g, groups), _int_zeros(groups)),
+)
+rows_to_slots.defvjp(
+    lambda rows, groups: (rows_to_slots(rows, groups), groups),
+    lambda groups, g: (slots_to_rows(g, groups), _int_zeros(groups)),
+)
+tokens_to_rows.defvjp(
+    lambda x, groups: (tokens_to_rows(x, groups), groups),
+    lambda groups, g: (jnp.sum(rows_to_slots(g, groups), axis=1), _int_zeros(groups)),
+)
+
+
+def _tiles(rows: jax.Array, groups: Groups) -> jax.Array:
+    return rows.reshape(groups.tile_expert.shape[0], -1, rows.shape[-1])
+
+
+@jax.custom_vjp
 def grouped_matmul(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
     """x [rows, K] times weight [experts, N, K] of each row's expert: FP32 [rows, N].
 
-    Accumulates in FP32. Padding rows are whatever x holds there (gathered as
-    zeros by `gather_rows`).
+    Accumulates in FP32, gradients included; a gradient is returned in its operand's
+    dtype. Experts without rows get a zero gradient.
     """
-    tiles = groups.tile_expert.shape[0]
-    out = jnp.einsum(
-        "tmk,tnk->tmn",
-        x.reshape(tiles, -1, x.shape[-1]),
-        weight[groups.tile_expert],
-        preferred_element_type=jnp.float32,
-    )
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    out = product("tmk,tnk->tmn", _tiles(x, groups), weight[groups.tile_expert])
     return out.reshape(x.shape[0], -1)
 
 
-def gather_rows(x: jax.Array, groups: Groups) -> jax.Array:
-    """x [tokens, ...] to rows; padding rows are zero."""
-    return x.at[groups.token].get(mode="fill", fill_value=0)
+def _backward(residual, g):
+    x, weight, groups = residual
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    g = _tiles(g.astype(x.dtype), groups)
+    dx = product("tmn,tnk->tmk", g, weight[groups.tile_expert]).reshape(x.shape)
+    by_tile = product("tmn,tmk->tnk", g, _tiles(x, groups))
+    # A product with the one-hot map instead of a scatter, which is slow on CPU.
+    owner = jax.nn.one_hot(groups.tile_expert, weight.shape[0], dtype=jnp.float32, axis=0)
+    by_expert = jnp.einsum(
+        "et,tnk->enk", owner, by_tile, precision=jax.lax.Precision.HIGHEST
+    )
+    return dx.astype(x.dtype), by_expert.astype(weight.dtype), _int_zeros(groups)
 
 
-def slot_to_rows(x: jax.Array, groups: Groups) -> jax.Array:
-    """x [tokens * top_k, ...] (one value a slot) to rows; padding rows are zero."""
-    shape = (groups.token.shape[0], *x.shape[1:])
-    return jnp.zeros(shape, x.dtype).at[groups.row].set(x)
+grouped_matmul.defvjp(
+    lambda x, weight, groups: (grouped_matmul(x, weight, groups), (x, weight, groups)), _backward
+)

@@ -9,10 +9,11 @@ from flax import linen as nn
 from trace_jax import fp4
 from trace_jax.kernels.grouped_matmul import (
     Groups,
-    gather_rows,
     group_tokens,
     grouped_matmul,
-    slot_to_rows,
+    rows_to_slots,
+    slots_to_rows,
+    tokens_to_rows,
 )
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.layers import Dtype, ExpertWeight, expert_weight
@@ -103,35 +104,34 @@ class MoE(nn.Module):
         out = sites.quantize("expert_in", x[:, :, None])
         x = x if out is None else out.value[:, :, 0]
         groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
-        rows = gather_rows(x.reshape(-1, cfg.hidden), groups)
+        rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
         gate, up = jnp.split(_product(rows, gate_up, groups), 2, axis=-1)
         mid = (jax.nn.silu(gate) * up).astype(Dtype)
         if precision.expert_mid is not None:
             mid = self._quantize_mid(mid, ids, routes, groups, sites)
-        y = _product(mid, down, groups)[groups.row].reshape(-1, cfg.slots, cfg.hidden)
+        y = rows_to_slots(_product(mid, down, groups), groups)
         y = jnp.sum(y * gates[..., None], axis=1)
         return y.reshape(x.shape).astype(Dtype)
 
     def _quantize_mid(self, mid, ids, routes, groups: Groups, sites: Sites):
-        """Quantizes rows [rows, expert_dim]; guidance and records are by (token, slot)."""
+        """Quantizes rows [rows, expert_dim]; guidance and records are by slot."""
         shape = ids.shape  # [B, S, slots]
         match = None
-        if sites.spec.guided and routes is not None:
+        if routes is not None:
             # A slot that another expert took holds no guidance for this one.
             match = jnp.where(routes == NOT_RECORDED, False, routes == ids)
         guide = sites.guide("expert_mid", match)
         if guide is not None:
-            to_rows = lambda a: slot_to_rows(a.reshape(-1, *a.shape[3:]), groups)
-            guide = jax.tree.map(to_rows, guide._replace(plan=None))._replace(plan=sites.plan)
-        mid = slot_to_rows(
-            sites.perturb("expert_mid", mid[groups.row].reshape(*shape, -1)).reshape(
-                -1, mid.shape[-1]
-            ),
-            groups,
-        )
+
+            def by_row(a):
+                return slots_to_rows(a.reshape(-1, *a.shape[2:]), groups)
+
+            stored, obey, guard = jax.tree.map(by_row, (guide.stored, guide.obey, guide.guard))
+            guide = fp4.Guide(stored, sites.plan, obey, guard)
+        mid = sites.perturb("expert_mid", mid)
         out = fp4.quantize_site(mid, sites.spec.precision.expert_mid, guide)
-        slots = [a[groups.row].reshape(*shape, -1) for a in (out.codes, out.scale_bytes, out.outer)]
-        sites.leave("expert_mid", *slots)
+        by_slot = [rows_to_slots(a, groups) for a in (out.codes, out.scale_bytes, out.outer)]
+        sites.leave("expert_mid", *(a.reshape(*shape, -1) for a in by_slot))
         return out.value
 
     def _weight(self, name, shape, sites: Sites) -> ExpertWeight:

@@ -1,0 +1,354 @@
+"""A run's settings: frozen dataclasses, checked before any device work.
+
+Config files build an `ml_collections.ConfigDict` (`default()` gives one with every
+key); `freeze` turns it into a `Config` and refuses what cannot work, each time in
+one line that says what to write.
+"""
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from trace_jax.fp4 import FORMATS, GuidancePlan, PrecisionPolicy, Rule, select_layers
+from trace_jax.model import ModelConfig
+from trace_jax.rl.corrections import KINDS
+from trace_jax.rl.losses import ALGORITHMS
+
+MODES = ("bf16", "naive", "post_hoc", "qat", "w4a16", "trace")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message says which, and what to write."""
+
+
+def require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """Problems. `datasets` rows are (reasoning_gym name, weight, ((parameter, value), ...))."""
+
+    datasets: tuple = (("chain_sum", 1.0, (("min_terms", 2), ("max_terms", 2))),)
+    max_prompt: int = 32  # tokens, BOS included; longer prompts are dropped and counted
+    max_response: int = 16  # tokens, EOS included
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupConfig:
+    """Supervised warm start in BF16 on gold answers."""
+
+    steps: int = 0
+    batch_size: int = 256
+    learning_rate: float = 3e-3
+    init_from: str = ""  # run directory whose checkpoint replaces the warm start
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+    algorithm: str = "grpo"  # grpo | dr_grpo | dapo | gspo
+    steps: int = 100
+    prompts_per_step: int = 64
+    samples: int = 8  # responses a prompt
+    minibatches: int = 1  # optimizer steps a rollout
+    micro_batches: int = 1  # gradient accumulation within an optimizer step
+    old_logprobs: str = "learner"  # whose log-probs the ratio is against: learner | rollout
+    correction: str = "none"  # none | tis | icepop | sequence_mask
+    correction_cap: float = 5.0
+    kl_coef: float = 0.0  # k3 to the policy that RL started from
+    balance_coef: float = 0.0  # load-balance loss of the router
+    routing_replay: bool = True
+    logprob_chunk: int = 4096  # tokens whose logits exist at a time
+    remat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    engine_noise: float = 0.0  # relative noise at the sites; emulates a foreign engine
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Formats of the FP4 side: nvfp4 | mxfp4 | nvfp4_4over6 | bf16."""
+
+    weights: str = "nvfp4"
+    activations: str = "nvfp4"
+    kv: str = "nvfp4"
+    bf16_layers: str = "none"  # layers kept in BF16: none | first:N | last:N | 0,3,5
+
+
+@dataclasses.dataclass(frozen=True)
+class GuidanceConfig:
+    """See `fp4.GuidancePlan`. `guard` 0 means no guard."""
+
+    layers: str = "last:0.5"
+    sites: tuple = ("expert_in", "k", "v")
+    bits: int = 1
+    rounding: str = "nearest"
+    scale_bits: int = 8
+    guard: float = 0.0
+    on_stale: str = "obey"
+    fade: float = 0.5
+
+    def plan(self) -> GuidancePlan:
+        return GuidancePlan(**{**dataclasses.asdict(self), "guard": self.guard or None})
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    learning_rate: float = 1e-4
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    clip_norm: float = 1.0
+    max_bad_steps: int = 5  # non-finite steps in a row before the run stops
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    every: int = 0  # steps; 0: before and after only
+    problems: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerConfig:
+    audit_rows: int = 8  # sequences whose whole codes are compared each iteration
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 20  # steps
+    keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices by axis; one may be -1, which takes what is left."""
+
+    data: int = -1
+    fsdp: int = 1
+    expert: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    model: ModelConfig
+    mode: str = "trace"
+    seed: int = 0  # initial parameters and sampling
+    data_seed: int = 0  # problems and their order
+    task: TaskConfig = TaskConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    rl: RLConfig = RLConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    guidance: GuidanceConfig = GuidanceConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: MeshConfig = MeshConfig()
+
+    def __post_init__(self):
+        _validate(self)
+
+    @property
+    def rows(self) -> int:
+        """Sequences a rollout."""
+        return self.rl.prompts_per_step * self.rl.samples
+
+    @property
+    def max_length(self) -> int:
+        return self.task.max_prompt + self.task.max_response
+
+    def fp4_policy(self, weights_only: bool = False) -> PrecisionPolicy:
+        """The FP4 side's policy; `weights_only` leaves the experts' activations in BF16."""
+        p = self.precision
+        rules = [Rule("expert_weight", p.weights)]
+        if not weights_only:
+            rules += [Rule("expert_in", p.activations), Rule("expert_mid", p.activations)]
+        rules += [Rule("[kv]", p.kv)]
+        if p.bf16_layers != "none":
+            rules += [Rule("*", "bf16", p.bf16_layers)]
+        return PrecisionPolicy(tuple(rules))
+
+
+# --- from ConfigDict -----------------------------------------------------------
+
+
+def default(**model) -> ml_collections.ConfigDict:
+    """A ConfigDict with every key at its default and the given model shape."""
+    return ml_collections.ConfigDict(dataclasses.asdict(Config(model=ModelConfig(**model))))
+
+
+def freeze(tree: Mapping[str, Any]) -> Config:
+    """The validated `Config` of a ConfigDict or mapping.
+
+    Raises:
+      ConfigError: unknown key (with the nearest name), missing key, wrong type,
+        NaN or infinity, or values that cannot work together.
+    """
+    return _build(Config, tree, "")
+
+
+def to_dict(config: Config) -> dict:
+    """Plain nested dict, as `freeze` takes it; tuples become lists in JSON and back."""
+    return dataclasses.asdict(config)
+
+
+def _build(cls, tree: Mapping[str, Any], prefix: str):
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in tree:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(fields)}"
+            raise ConfigError(f"unknown config key {prefix}{key}; {hint}")
+    values = {}
+    for name, field in fields.items():
+        if name not in tree:
+            required = field.default is dataclasses.MISSING
+            require(not required, f"config key {prefix}{name} is missing; write a value for it")
+            continue
+        values[name] = _coerce(hints[name], tree[name], f"{prefix}{name}")
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: {error}") from error
+
+
+def _coerce(hint, value, path):
+    if dataclasses.is_dataclass(hint):
+        require(isinstance(value, Mapping), f"{path} must be a group of settings, not {value!r}")
+        return _build(hint, value, f"{path}.")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if hint is tuple and isinstance(value, list | tuple):
+        return _tuples(value)
+    name = hint.__name__ if isinstance(hint, type) else str(hint)
+    wrong = not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
+    require(not wrong, f"{path} is {value!r}; write a value of type {name}")
+    if isinstance(value, float):
+        require(math.isfinite(value), f"{path} is {value}; write a finite number")
+    return value
+
+
+def _tuples(value):
+    if isinstance(value, list | tuple):
+        return tuple(_tuples(v) for v in value)
+    if isinstance(value, Mapping):
+        return tuple((k, _tuples(v)) for k, v in value.items())
+    return value
+
+
+# --- what cannot work ------------------------------------------------------------
+
+
+def _choice(path: str, value: str, choices) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{path} is {value!r}; {hint}write one of {', '.join(choices)}")
+
+
+_AT_LEAST = {
+    "task.max_prompt": 2,
+    "task.max_response": 1,
+    "warmup.steps": 0,
+    "warmup.batch_size": 1,
+    "rl.steps": 0,
+    "rl.prompts_per_step": 1,
+    "rl.minibatches": 1,
+    "rl.micro_batches": 1,
+    "rl.logprob_chunk": 1,
+    "rl.kl_coef": 0,
+    "rl.balance_coef": 0,
+    "rollout.engine_noise": 0,
+    "optim.warmup_steps": 0,
+    "optim.weight_decay": 0,
+    "optim.max_bad_steps": 1,
+    "eval.every": 0,
+    "eval.problems": 1,
+    "ledger.audit_rows": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+}
+_ABOVE_ZERO = (
+    "optim.learning_rate",
+    "warmup.learning_rate",
+    "optim.clip_norm",
+    "rl.correction_cap",
+    "rollout.temperature",
+)
+
+
+def _validate(c: Config) -> None:
+    get = lambda path: getattr(getattr(c, path.split(".")[0]), path.split(".")[1])
+    for path, least in _AT_LEAST.items():
+        require(get(path) >= least, f"{path} is {get(path)}; write {least} or more")
+    for path in _ABOVE_ZERO:
+        extra = " (temperature 0 is for evaluation)" if path == "rollout.temperature" else ""
+        require(get(path) > 0, f"{path} is {get(path)}; write a number above 0{extra}")
+    _choice("mode", c.mode, MODES)
+    _choice("rl.algorithm", c.rl.algorithm, tuple(ALGORITHMS))
+    _choice("rl.correction", c.rl.correction, KINDS)
+    _choice("rl.old_logprobs", c.rl.old_logprobs, ("learner", "rollout"))
+    for name in ("weights", "activations", "kv"):
+        _choice(f"precision.{name}", getattr(c.precision, name), (*FORMATS, "bf16"))
+    for name in ("b1", "b2"):
+        value = getattr(c.optim, name)
+        require(0 <= value < 1, f"optim.{name} is {value}; write a number from 0 up to, not 1")
+    require(
+        c.rl.samples >= 2,
+        f"rl.samples is {c.rl.samples}; write 2 or more, a group of one has no baseline",
+    )
+    require(
+        c.rollout.top_p == 1.0,
+        f"rollout.top_p is {c.rollout.top_p}; write 1.0: the learner's log-probs are of the whole "
+        "distribution, and truncated sampling is not replayed",
+    )
+    parts = c.rl.minibatches * c.rl.micro_batches
+    require(
+        c.rl.prompts_per_step % parts == 0,
+        f"rl.prompts_per_step is {c.rl.prompts_per_step}; write a multiple of "
+        f"rl.minibatches * rl.micro_batches = {parts}, so that groups stay whole",
+    )
+    require(
+        c.ledger.audit_rows <= c.rows,
+        f"ledger.audit_rows is {c.ledger.audit_rows}; write at most the {c.rows} rows of a rollout",
+    )
+    _validate_numerics(c)
+
+
+def _validate_numerics(c: Config) -> None:
+    layers = c.model.num_layers
+    try:
+        select_layers(c.guidance.layers, layers)
+        plan = c.guidance.plan()
+        c.fp4_policy().resolve(layers)
+    except ValueError as error:
+        raise ConfigError(f"config: {error}") from error
+    if c.mode == "trace" and "expert_mid" in plan.sites and c.model.num_experts:
+        require(
+            c.rl.routing_replay,
+            "guidance.sites has expert_mid, which lines up with the rollout's experts only; "
+            "write rl.routing_replay=True",
+        )
+    axes = [getattr(c.mesh, f.name) for f in dataclasses.fields(c.mesh)]
+    require(
+        axes.count(-1) <= 1 and all(a == -1 or a >= 1 for a in axes),
+        f"mesh axes are {axes}; write sizes of 1 or more, at most one of them -1",
+    )
+
+

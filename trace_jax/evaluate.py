@@ -1,0 +1,54 @@
+"""Held-out accuracy of parameters under given inference formats."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trace_jax import sync
+from trace_jax.config import Config
+from trace_jax.fp4 import LayerPrecision
+from trace_jax.parallel import shard_rows
+from trace_jax.rollout import Engine, EngineConfig
+from trace_jax.rollout.sampling import request_keys
+from trace_jax.scoring import make_prompts, problem_set, score
+from trace_jax.tasks import ByteTokenizer
+
+
+class Evaluator:
+    """Greedy decoding of the same held-out problems, compiled once."""
+
+    def __init__(self, config: Config, precision: tuple[LayerPrecision, ...], mesh):
+        self.config, self.mesh = config, mesh
+        self.tokenizer = ByteTokenizer()
+        count = config.eval.problems
+        problems = problem_set(config, "heldout")
+        self.prompts = make_prompts(
+            [problems.problem(i) for i in range(count)], self.tokenizer, config
+        )
+        self.engine = Engine(
+            EngineConfig(
+                config.model,
+                precision,
+                self.tokenizer.eos_ids,
+                config.task.max_response,
+                temperature=0.0,
+            )
+        )
+        self.sync = jax.jit(lambda params: sync.to_rollout(params, precision))
+
+    def __call__(self, params) -> dict[str, float]:
+        """{"accuracy", "accuracy/<dataset>"} of learner parameters."""
+        count = self.config.eval.problems
+        keys = request_keys(0, 0, jnp.arange(count), jnp.zeros(count, jnp.int32))
+        prompts = shard_rows((self.prompts.tokens, self.prompts.lengths, keys), self.mesh)
+        rollout = self.engine(self.sync(params), *prompts)
+        rewards, valid = score(rollout, self.prompts, self.tokenizer, 1)
+        sources = np.array([p.source for p in self.prompts.problems])
+        result = {"accuracy": _mean(rewards[valid])}
+        for source in sorted(set(sources)):
+            result[f"accuracy/{source}"] = _mean(rewards[valid & (sources == source)[:, None]])
+        return result
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if values.size else 0.0

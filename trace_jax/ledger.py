@@ -1,0 +1,55 @@
+"""Code and route agreement between rollout and trainer, from the audit rows."""
+
+import jax.numpy as jnp
+
+from trace_jax.model import NOT_RECORDED
+from trace_jax.model.sites import Codes
+from trace_jax.rl.mismatch import agreement, route_agreement
+from trace_jax.rollout import Rollout
+
+NEGATIVE_ZERO = 8
+
+
+def fed_tokens(rollout: Rollout) -> jnp.ndarray:
+    """bool [N, S]: tokens that went through the rollout's layers (all but the last drawn)."""
+    return jnp.arange(rollout.tokens.shape[1])[None] < (rollout.length - 1)[:, None]
+
+
+def canonical(codes):
+    """Codes with -0 read as +0: they stand for the same value."""
+    return jnp.where(codes == NEGATIVE_ZERO, jnp.uint8(0), codes)
+
+
+def code_ledger(rollout: Rollout, trainer: dict[str, Codes], live_routes) -> dict:
+    """Agreement by site and layer over the audit rows.
+
+    Args:
+      trainer: the trainer's codes of the same rows, from `Learner.audit`; sites that
+        are BF16 there are absent and not compared.
+      live_routes: int32 [layers, audit rows, S, slots], the live router's choice.
+
+    Returns:
+      {"agreement/<site>/layer<l>", "agreement/mean", "routes/agreement/layer<l>"}:
+      device scalars.
+    """
+    rows = live_routes.shape[1]
+    valid = fed_tokens(rollout)[:rows].reshape(-1)
+
+    def by_token(a):
+        return a.reshape(a.shape[0], -1, *a.shape[3:])
+
+    metrics, shares = {}, []
+    for site in sorted(set(trainer) & set(rollout.audit)):
+        share = agreement(
+            canonical(by_token(rollout.audit[site].codes)),
+            canonical(by_token(trainer[site].codes)),
+            valid,
+        )
+        metrics |= {f"agreement/{site}/layer{i}": s for i, s in enumerate(share)}
+        shares.append(jnp.mean(share))
+    if shares:
+        metrics["agreement/mean"] = jnp.mean(jnp.stack(shares))
+    routes = rollout.routes[:, :rows].astype(jnp.int32)
+    live = jnp.where(routes == NOT_RECORDED, NOT_RECORDED, live_routes)
+    share = route_agreement(by_token(routes), by_token(live), valid)
+    return metrics | {f"routes/agreement/layer{i}": s for i, s in enumerate(share)}

@@ -1,0 +1,330 @@
+"""The training loop: warm start, then rollout, reward, guided update, ledger, sync."""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trace_jax import fp4, model, modes, sync
+from trace_jax.checkpoint import Checkpointer
+from trace_jax.config import Config, to_dict
+from trace_jax.evaluate import Evaluator
+from trace_jax.ledger import code_ledger
+from trace_jax.metrics import MetricWriter, ProgressLine
+from trace_jax.parallel import make_mesh, shard_params, shard_rows
+from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
+from trace_jax.rl.learner import Learner, TrainState, new_state
+from trace_jax.rollout import Engine, EngineConfig, Rollout
+from trace_jax.rollout.sampling import request_keys
+from trace_jax.runs import create_run_dir
+from trace_jax.scoring import make_prompts, problem_set, score
+from trace_jax.tasks import ByteTokenizer, batch_indices
+from trace_jax.warmup import WarmStart, encode_examples
+
+
+class TrainingStopped(RuntimeError):
+    """The run ended early on purpose; the message says why and how to go on."""
+
+
+@dataclasses.dataclass
+class Result:
+    """Outcome of `train`."""
+
+    params: dict
+    before: dict[str, float]
+    after: dict[str, float]
+    last: dict  # the last iteration's metrics
+    checkpoint: Path
+    seconds: float
+
+
+class Clock:
+    """Seconds by part; a part ends when its arrays are ready."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str):
+        start, ready = time.perf_counter(), []
+        yield ready.append
+        jax.block_until_ready(ready)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class Interrupt:
+    """First Ctrl-C: finish the step and save. Second: stop at once."""
+
+    def __init__(self):
+        self.asked = False
+
+    def __enter__(self):
+        def handle(signum, frame):
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+            print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr)
+
+        try:
+            self._old = signal.signal(signal.SIGINT, handle)
+        except ValueError:  # not the main thread: nothing to catch
+            self._old = None
+        return self
+
+    def __exit__(self, *_):
+        if self._old is not None:
+            signal.signal(signal.SIGINT, self._old)
+
+
+class Actor:
+    """Rollouts of a mode: sync, prompts, sampling, rewards."""
+
+    def __init__(self, config: Config, mode: modes.Mode, mesh):
+        self.config, self.mesh = config, mesh
+        self.tokenizer = ByteTokenizer()
+        self.problems = problem_set(config, "train")
+        self.engine = Engine(
+            EngineConfig(
+                model=config.model,
+                precision=mode.rollout,
+                eos_ids=self.tokenizer.eos_ids,
+                max_response=config.task.max_response,
+                samples=config.rl.samples,
+                temperature=config.rollout.temperature,
+                plan=mode.plan,
+                audit_rows=config.ledger.audit_rows,
+                noise=config.rollout.engine_noise,
+            )
+        )
+        self.sync = jax.jit(lambda params: sync.to_rollout(params, mode.rollout))
+
+    def prompts(self, step: int):
+        count = self.config.rl.prompts_per_step
+        chosen = batch_indices(step, count, self.config.data_seed)
+        problems = [self.problems.problem(i) for i in chosen]
+        return make_prompts(problems, self.tokenizer, self.config)
+
+    def generate(self, params, prompts, step: int, version) -> Rollout:
+        """`params` are rollout parameters. Samples depend on (seed, step, prompt, sample)."""
+        samples = self.config.rl.samples
+        slots = np.arange(len(prompts.problems), dtype=np.int32)
+        keys = request_keys(
+            self.config.seed,
+            step,
+            jnp.repeat(slots, samples),
+            jnp.tile(jnp.arange(samples, dtype=jnp.int32), len(slots)),
+        )
+        tokens, lengths, keys = shard_rows((prompts.tokens, prompts.lengths, keys), self.mesh)
+        noise_seed = self.config.seed * 1_000_003 + step
+        return self.engine(params, tokens, lengths, keys, version=version, noise_seed=noise_seed)
+
+
+class Trainer:
+    """One run: everything compiled, and the state that checkpoints hold."""
+
+    def __init__(self, config: Config, workdir: Path):
+        self.config, self.workdir = config, Path(workdir)
+        self.mesh = make_mesh(config.mesh)
+        self.mode = modes.resolve(config)
+        self.actor = Actor(config, self.mode, self.mesh)
+        self.learner = Learner(config, self.mode)
+        self.evaluate = Evaluator(config, modes.fp4_precision(config), self.mesh)
+        self.code_ledger = jax.jit(code_ledger)
+        self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
+        planned = model.planned_layers(config.model, self.mode.trainer, self.mode.plan)
+        plan = dataclasses.replace(self.mode.plan, sites=tuple(planned))
+        self.bytes_per_token = fp4.guidance_bytes_per_token(config.model, plan)
+
+    # --- state -------------------------------------------------------------------
+
+    def fresh_params(self):
+        init = jax.jit(lambda key: model.init(self.config.model, key))
+        return shard_params(init(jax.random.key(self.config.seed)), self.mesh)
+
+    def start(self, params) -> dict:
+        """State of RL at step 0; the reference is what RL starts from."""
+        params = shard_params(params, self.mesh)
+        state = {"train": shard_params(new_state(params, self.learner.tx), self.mesh)}
+        if self.config.rl.kl_coef:
+            state["reference"] = jax.tree.map(jnp.copy, params)
+        return state
+
+    def save(self, step: int, state: dict, before: dict) -> Path:
+        return self.checkpoints.save(step, state, {"step": step, "before": before})
+
+    def restore(self, like: dict) -> tuple[int, dict, dict]:
+        """(step, state, evaluation before RL) of the newest checkpoint."""
+        state, metadata = self.checkpoints.restore(None, like)
+        return metadata["step"], state, metadata["before"]
+
+    # --- one iteration -------------------------------------------------------------
+
+    def iteration(self, step: int, state: dict) -> tuple[dict, dict]:
+        """Rollout, rewards, ledger, update: (new state, metrics)."""
+        clock, c = Clock(), self.config
+        train: TrainState = state["train"]
+        with clock.part("sync") as ready:
+            params = self.actor.sync(train.params)
+            ready(params)
+        with clock.part("prompts"):
+            prompts = self.actor.prompts(step)
+        with clock.part("rollout") as ready:
+            rollout = self.actor.generate(params, prompts, step, train.version)
+            ready(rollout)
+        with clock.part("reward"):
+            rewards, valid = score(rollout, prompts, self.actor.tokenizer, c.rl.samples)
+        with clock.part("ledger") as ready:
+            codes = self.code_ledger(
+                rollout, *self.learner.audit(train.params, rollout, train.version)
+            )
+            ready(codes)
+        with clock.part("train") as ready:
+            advantages, live = self._advantages(rewards, valid)
+            old, ref = self._fixed_logprobs(train, state, rollout)
+            train, metrics = self.learner.update(train, rollout, advantages, live, old, ref)
+            ready(metrics)
+        self._check(train, step)
+        seconds = clock.seconds
+        sampled = int(rollout.mask.sum())
+        metrics = {k: float(v) for k, v in jax.device_get({**metrics, **codes}).items()}
+        metrics = {("train/" + k if "/" not in k else k): v for k, v in metrics.items()}
+        metrics["mismatch/k3"] = metrics.pop("mismatch/kl_k3")
+        stats = {f"reward/{k}": float(v) for k, v in group_stats(rewards, valid).items()}
+        stats["reward/mean"] = stats.pop("reward/reward_mean")
+        metrics |= stats
+        metrics |= {f"seconds/{part}": s for part, s in seconds.items()}
+        metrics |= {
+            "rollout/dropped_prompts": prompts.dropped,
+            "rollout/unscored": int((~valid).sum()) - prompts.dropped * c.rl.samples,
+            "rollout/finished": float(rollout.finished.mean()),
+            "rollout/response_length": sampled / rollout.tokens.shape[0],
+            "tokens_per_second": sampled / seconds["rollout"],
+            "guidance/bytes_per_token": self.bytes_per_token,
+            "weights/bytes": sync.weight_bytes(params),
+        }
+        return {**state, "train": train}, metrics
+
+    def _advantages(self, rewards, valid):
+        scale = self.learner.settings["scale"]
+        advantages = group_advantages(rewards, valid, scale=scale)
+        live = valid
+        if self.learner.settings["dynamic_sampling"]:
+            # DAPO: groups without a gradient do not dilute the token mean either.
+            live = valid & np.asarray(informative_groups(rewards, valid))[:, None]
+        return shard_rows((advantages.reshape(-1), jnp.asarray(live).reshape(-1)), self.mesh)
+
+    def _fixed_logprobs(self, train, state, rollout):
+        """Log-probs that must not move during the update: the ratio's, the reference's."""
+        c, old, ref = self.config.rl, None, None
+        if c.minibatches > 1 and c.old_logprobs == "learner":
+            old = self.learner.score(train.params, rollout, train.version)
+        if c.kl_coef:
+            ref = self.learner.score(state["reference"], rollout, train.version)
+        return old, ref
+
+    def _check(self, train: TrainState, step: int) -> None:
+        limit = self.config.optim.max_bad_steps
+        if int(train.bad_steps) >= limit:
+            raise TrainingStopped(
+                f"{limit} optimizer steps in a row were not finite, up to step {step}; parameters "
+                "are those before them. Write a smaller optim.learning_rate and --resume"
+            )
+
+
+def warm_start(trainer: Trainer, stream=None) -> dict:
+    """Parameters after the supervised warm start (FP32); resumes from its own checkpoint."""
+    config, w = trainer.config, trainer.config.warmup
+    warm = WarmStart(config)
+    saved = Checkpointer(trainer.workdir / "warmup", 1)
+    problems, tokenizer = trainer.actor.problems, trainer.actor.tokenizer
+    state, first = shard_params(warm.init(trainer.fresh_params()), trainer.mesh), 0
+    if saved.latest_step() is not None:
+        state, metadata = saved.restore(None, state)
+        first = metadata["step"]
+    if first >= w.steps:
+        return state.params
+    with (
+        Interrupt() as interrupt,
+        ProgressLine(w.steps, first, "warm start", stream=stream) as progress,
+    ):
+        for step in range(first, w.steps):
+            chosen = batch_indices(step, w.batch_size, config.data_seed)
+            examples = encode_examples([problems.problem(i) for i in chosen], tokenizer, config)
+            state, metrics = warm.step(state, *shard_rows(examples, trainer.mesh))
+            progress.update(step, {})
+            if interrupt.asked or step + 1 == w.steps:
+                saved.save(step + 1, state, {"step": step + 1})
+            if interrupt.asked and step + 1 < w.steps:
+                _stop(trainer, f"warm start, step {step + 1}")
+    return state.params
+
+
+def train(
+    config: Config, workdir, *, resume: bool = False, params: dict | None = None, stream=None
+) -> Result:
+    """Runs a configuration to its end, or goes on where it stopped.
+
+    Args:
+      workdir: run folder; see `runs.create_run_dir` for what it accepts.
+      resume: go on from the newest checkpoint in `workdir`.
+      params: FP32 parameters to start RL from, in place of the warm start.
+      stream: where the progress goes; standard error by default.
+
+    Raises:
+      TrainingStopped: Ctrl-C, or too many non-finite steps; the state is saved.
+      ConfigError, ValueError, CheckpointError: one line that says what to write.
+    """
+    begun = time.perf_counter()
+    trainer = Trainer(config, workdir)
+    create_run_dir(trainer.workdir, to_dict(config), resume)
+    first, before = 0, None
+    if trainer.checkpoints.latest_step() is not None:
+        first, state, before = trainer.restore(trainer.start(trainer.fresh_params()))
+    else:
+        params = warm_start(trainer, stream) if params is None else params
+        state = trainer.start(params)
+        before = trainer.evaluate(state["train"].params)
+    state, last = _loop(trainer, state, first, before, stream)
+    after = trainer.evaluate(state["train"].params)
+    steps = config.rl.steps
+    path = trainer.checkpoints.directory / str(steps)
+    if trainer.checkpoints.latest_step() != steps:
+        path = trainer.save(steps, state, before)
+    return Result(
+        state["train"].params, before, after, last, path, time.perf_counter() - begun
+    )
+
+
+def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):
+    c, row = trainer.config, {}
+    with (
+        MetricWriter(trainer.workdir, first) as writer,
+        ProgressLine(c.rl.steps, first, "RL", stream=stream) as progress,
+        Interrupt() as interrupt,
+    ):
+        for step in range(first, c.rl.steps):
+            state, metrics = trainer.iteration(step, state)
+            done = step + 1
+            if c.eval.every and done % c.eval.every == 0:
+                scores = trainer.evaluate(state["train"].params)
+                metrics |= {f"eval/{k}": v for k, v in scores.items()}
+            row = writer.write(step, metrics)
+            progress.update(step, row)
+            if done % c.checkpoint.every == 0 or interrupt.asked or done == c.rl.steps:
+                trainer.save(done, state, before)
+            if interrupt.asked and done < c.rl.steps:
+                _stop(trainer, f"step {done}")
+    return state, row
+
+
+def _stop(trainer: Trainer, where: str):
+    raise TrainingStopped(
+        f"stopped at {where}; saved. Go on with the same command and --resume "
+        f"--workdir={trainer.workdir}"
+    )

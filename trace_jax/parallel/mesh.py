@@ -1,0 +1,67 @@
+"""One mesh for actor and learner; plain jit with shardings does the rest."""
+
+import math
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trace_jax.config import ConfigError, MeshConfig
+from trace_jax.parallel.rules import param_spec
+
+AXES = ("data", "fsdp", "expert", "tensor")
+
+
+def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+    """Mesh over `devices` (default: all) with the configured axes.
+
+    Raises:
+      ConfigError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = [getattr(config, axis) for axis in AXES]
+    known = math.prod(s for s in sizes if s > 0)
+    if -1 in sizes:
+        if len(devices) % known:
+            raise ConfigError(
+                f"mesh: {len(devices)} devices do not divide into {known}; "
+                f"write axis sizes whose product divides {len(devices)}"
+            )
+        sizes[sizes.index(-1)] = len(devices) // known
+    if math.prod(sizes) != len(devices):
+        raise ConfigError(
+            f"mesh: axes {dict(zip(AXES, sizes, strict=True))} need {math.prod(sizes)} devices, "
+            f"there are {len(devices)}; write one axis as -1 to take what is left"
+        )
+    grid = np.asarray(devices).reshape(sizes)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def shard_params(params, mesh: Mesh):
+    """Parameters (or any tree shaped like them) placed by `rules.param_spec`."""
+
+    def place(path, a):
+        return jax.device_put(a, NamedSharding(mesh, param_spec(path, a.shape, mesh)))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def shard_rows(tree, mesh: Mesh):
+    """Arrays [N, ...] with N over the data axes.
+
+    Raises:
+      ConfigError: N does not divide; says what would.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+
+    def place(a):
+        if a.shape[0] % ways:
+            raise ConfigError(
+                f"a batch of {a.shape[0]} rows does not divide over data x fsdp = {ways} devices; "
+                f"write sizes (rl.prompts_per_step, eval.problems, warmup.batch_size) that are "
+                f"multiples of {ways}"
+            )
+        return jax.device_put(a, NamedSharding(mesh, P(("data", "fsdp"))))
+
+    return jax.tree.map(place, tree)

@@ -1,0 +1,316 @@
+"""The learner: one policy update from a rollout, guided as the mode says."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from trace_jax import model
+from trace_jax.config import Config
+from trace_jax.model import Guidance, Numerics
+from trace_jax.modes import Mode
+from trace_jax.rl.corrections import correction_weights
+from trace_jax.rl.losses import (
+    aggregation_weights,
+    algorithm,
+    chunked_logprobs,
+    kl_to_reference,
+    policy_loss,
+)
+from trace_jax.rl.mismatch import logprob_ledger
+from trace_jax.rl.staleness import apply_staleness
+from trace_jax.rollout import Rollout
+
+
+@struct.dataclass
+class TrainState:
+    """What training changes.
+
+    Attributes:
+      params: FP32 masters.
+      opt_state: optax state, FP32 moments.
+      version: int32; optimizer-visible policy version, one a rollout consumed.
+      bad_steps: int32; non-finite optimizer steps in a row, each skipped.
+      skipped: int32; all of them.
+    """
+
+    params: dict
+    opt_state: optax.OptState
+    version: jax.Array
+    bad_steps: jax.Array
+    skipped: jax.Array
+
+
+class Batch(NamedTuple):
+    """N rows as the loss consumes them; R is the response budget.
+
+    Fields are [N, S] by token or [N, R] by response token; `routes` and guidance
+    have layers first.
+    """
+
+    tokens: jax.Array  # int32 [N, S]
+    valid: jax.Array  # bool [N, S]
+    prompt_length: jax.Array  # int32 [N]
+    mask: jax.Array  # bool [N, R]
+    logp_rollout: jax.Array  # FP32 [N, R]
+    advantages: jax.Array  # FP32 [N]
+    weights: jax.Array  # FP32 [N, R], aggregation weights of the optimizer step
+    old_logp: jax.Array | None  # FP32 [N, R]
+    ref_logp: jax.Array | None  # FP32 [N, R]
+    routes: jax.Array | None  # int32 [layers, N, S, top_k]
+    guidance: Guidance | None
+    guard: jax.Array | None  # FP32 [N, S]
+
+
+def optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW on FP32 masters behind one clip of the summed gradient."""
+    o = config.optim
+    rate = o.learning_rate
+    if o.warmup_steps:
+        rate = optax.linear_schedule(0.0, o.learning_rate, o.warmup_steps)
+    return optax.chain(
+        optax.clip_by_global_norm(o.clip_norm),
+        optax.adamw(rate, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay),
+    )
+
+
+def new_state(params: dict, tx: optax.GradientTransformation) -> TrainState:
+    zero = lambda: jnp.zeros((), jnp.int32)
+    return TrainState(params, tx.init(params), zero(), zero(), zero())
+
+
+def apply_gradients(state: TrainState, grads, tx) -> tuple[TrainState, dict]:
+    """One optimizer step; a non-finite gradient changes nothing and is counted."""
+    norm = optax.global_norm(grads)
+    ok = jnp.isfinite(norm)
+    safe = jax.tree.map(lambda g: jnp.where(ok, g, 0.0), grads)
+    updates, opt_state = tx.update(safe, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+    bad = (~ok).astype(jnp.int32)
+    state = state.replace(
+        params=keep(params, state.params),
+        opt_state=keep(opt_state, state.opt_state),
+        bad_steps=(state.bad_steps + 1) * bad,
+        skipped=state.skipped + bad,
+    )
+    return state, {"grad_norm": norm, "skipped": bad.astype(jnp.float32)}
+
+
+def response_window(x: jax.Array, prompt_length: jax.Array, width: int) -> jax.Array:
+    """x [N, S, ...] at the response positions: [N, width, ...]; what lies beyond S repeats its end."""
+    at = prompt_length[:, None] + jnp.arange(width)[None]
+    at = jnp.minimum(at, x.shape[1] - 1)
+    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+class Learner:
+    """Compiled functions of one configuration: `update`, `score`, `audit`."""
+
+    def __init__(self, config: Config, mode: Mode):
+        self.config, self.mode = config, mode
+        self.settings = algorithm(config.rl.algorithm)
+        self.tx = optimizer(config)
+        guided = bool(model.planned_layers(config.model, mode.trainer, mode.plan))
+        build = partial(
+            model.numerics, config.model, mode.trainer, plan=mode.plan, guide=guided
+        )
+        self.guided = guided
+        self.numerics = build()
+        self.audit_numerics = build(audit_rows=config.ledger.audit_rows)
+        self.update = jax.jit(self._update, donate_argnums=0)
+        self.score = jax.jit(self._score)
+        self.audit = jax.jit(self._audit)
+
+    # --- forward ---------------------------------------------------------------
+
+    def _forward(self, params, batch: Batch, numerics: Numerics, remat: bool) -> model.Output:
+        return model.apply(
+            self.config.model,
+            params,
+            batch.tokens,
+            numerics,
+            valid=batch.valid,
+            guidance=batch.guidance,
+            guard=batch.guard,
+            routes=batch.routes,
+            remat=remat,
+        )
+
+    def _logprobs(self, params, batch: Batch, remat: bool = False):
+        """(log-probs, entropy) FP32 [N, R] of the response tokens, and the balance loss."""
+        out = self._forward(params, batch, self.numerics, remat)
+        width = batch.mask.shape[1]
+        hidden = response_window(out.hidden, batch.prompt_length - 1, width)
+        targets = response_window(batch.tokens, batch.prompt_length, width)
+        logp, entropy = chunked_logprobs(
+            hidden,
+            model.unembedding(params),
+            targets,
+            temperature=self.config.rollout.temperature,
+            chunk=self.config.rl.logprob_chunk,
+        )
+        return logp, entropy, out.balance
+
+    def _score(self, params, rollout: Rollout, version) -> jax.Array:
+        """FP32 [N, R] log-probs of the sampled tokens under `params`, no gradient."""
+        empty = jnp.zeros(rollout.tokens.shape[0])
+        return self._logprobs(params, self._batch(rollout, empty, version))[0]
+
+    def _audit(self, params, rollout: Rollout, version):
+        """The trainer's whole codes and routes on the rollout's audit rows."""
+        rows = self.config.ledger.audit_rows
+        batch = self._batch(rollout, jnp.zeros(rollout.tokens.shape[0]), version)
+        batch = _take(batch, lambda a, axis: jax.lax.slice_in_dim(a, 0, rows, axis=axis))
+        # Routes are the live router's here: their agreement is what is asked.
+        free = batch._replace(routes=None)
+        live = self._forward(params, free, self.numerics, False).record.routes
+        return self._forward(params, batch, self.audit_numerics, False).record.audit, live
+
+    # --- batch -------------------------------------------------------------------
+
+    def _batch(self, rollout: Rollout, advantages, version, old=None, ref=None, live=None) -> Batch:
+        """`live` bool [N]: rows that count; the others have no loss."""
+        width = self.config.task.max_response
+        window = partial(response_window, prompt_length=rollout.prompt_length, width=width)
+        inside = jnp.arange(width)[None] < (rollout.length - rollout.prompt_length)[:, None]
+        mask = window(rollout.mask) & inside
+        if live is not None:
+            mask = mask & live[:, None]
+        guidance, guard = None, None
+        if self.guided:
+            guidance, guard = apply_staleness(rollout.guidance, self.mode.plan, version)
+        replay = self.config.rl.routing_replay and self.config.model.num_experts
+        return Batch(
+            tokens=rollout.tokens,
+            valid=rollout.valid,
+            prompt_length=rollout.prompt_length,
+            mask=mask,
+            logp_rollout=window(rollout.logp),
+            advantages=advantages,
+            weights=jnp.zeros(mask.shape, jnp.float32),
+            old_logp=old,
+            ref_logp=ref,
+            routes=rollout.routes.astype(jnp.int32) if replay else None,
+            guidance=guidance,
+            guard=guard,
+        )
+
+    # --- update ------------------------------------------------------------------
+
+    def _loss(self, params, batch: Batch):
+        rl, s = self.config.rl, self.settings
+        logp, entropy, balance = self._logprobs(params, batch, rl.remat)
+        fixed = jax.lax.stop_gradient(logp)
+        correction, corrected = correction_weights(
+            fixed, batch.logp_rollout, batch.mask, kind=rl.correction, cap=rl.correction_cap
+        )
+        old = fixed if batch.old_logp is None else batch.old_logp
+        loss, metrics = policy_loss(
+            logp,
+            old,
+            batch.advantages,
+            batch.mask,
+            batch.weights * correction,
+            clip_low=s["clip_low"],
+            clip_high=s["clip_high"],
+            level=s["level"],
+        )
+        if batch.ref_logp is not None:
+            kl = kl_to_reference(logp, batch.ref_logp, batch.mask, batch.weights)
+            loss = loss + rl.kl_coef * kl
+        # Every micro-batch adds its share, so that the sum is one mean.
+        loss = loss + rl.balance_coef * balance / rl.micro_batches
+        metrics |= {f"correction/{k}": v for k, v in corrected.items()}
+        metrics["entropy"] = jnp.sum(jnp.where(batch.mask, entropy, 0.0)) / jnp.maximum(
+            jnp.sum(batch.mask), 1
+        )
+        metrics["balance"] = balance
+        return loss, (metrics, fixed)
+
+    def _step(self, state: TrainState, batch: Batch):
+        """One optimizer step over `batch`, micro-batch by micro-batch."""
+        weights = aggregation_weights(
+            batch.mask, self.settings["aggregation"], max_length=self.config.task.max_response
+        )
+        micro = _split(batch._replace(weights=weights), self.config.rl.micro_batches)
+
+        def add(total, part):
+            (loss, aux), grads = jax.value_and_grad(self._loss, has_aux=True)(state.params, part)
+            return jax.tree.map(jnp.add, total, (loss, grads)), aux
+
+        zero = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, state.params))
+        (loss, grads), (metrics, logp) = jax.lax.scan(add, zero, micro)
+        state, stepped = apply_gradients(state, grads, self.tx)
+        metrics = _join(metrics)
+        return state, ({**metrics, **stepped, "loss": loss}, logp.reshape(-1, logp.shape[-1]))
+
+    def _update(self, state: TrainState, rollout: Rollout, advantages, live, old, ref):
+        """One update: `rl.minibatches` optimizer steps on one rollout.
+
+        Args:
+          state: donated.
+          advantages: FP32 [N]. live: bool [N], rows that were scored.
+          old, ref: FP32 [N, R] or None; None for `old` means the learner's own
+            log-probs of the same forward (ratio exactly 1).
+
+        Returns:
+          new state (version + 1), metrics with the mismatch ledger of the first pass
+          over each row.
+        """
+        if self.config.rl.old_logprobs == "rollout":
+            width = self.config.task.max_response
+            old = response_window(rollout.logp, rollout.prompt_length, width)
+        batch = self._batch(rollout, advantages, state.version, old, ref, live)
+        steps = _split(batch, self.config.rl.minibatches)
+        state, (metrics, logp) = jax.lax.scan(self._step, state, steps)
+        metrics = {k: jnp.max(v) if k.endswith("_max") else jnp.mean(v) for k, v in metrics.items()}
+        ledger = logprob_ledger(
+            logp.reshape(batch.mask.shape), batch.logp_rollout, batch.mask, advantages
+        )
+        metrics |= {f"mismatch/{k}": v for k, v in ledger.items()}
+        metrics["bad_steps"] = state.bad_steps
+        return state.replace(version=state.version + 1), metrics
+
+
+def _take(batch: Batch, cut) -> Batch:
+    """Applies cut(array, axis of N) to every array of a batch."""
+    rows = lambda tree: jax.tree.map(lambda a: cut(a, 0), tree)
+    layers = lambda tree: jax.tree.map(lambda a: cut(a, 1), tree)
+    fields = {f: rows(getattr(batch, f)) for f in Batch._fields if f not in ("routes", "guidance")}
+    guidance = batch.guidance
+    if guidance is not None:
+        guidance = Guidance(
+            layers(guidance.sites), cut(guidance.recorded, 0), cut(guidance.version, 0)
+        )
+    return Batch(**fields, routes=layers(batch.routes), guidance=guidance)
+
+
+def _split(batch: Batch, parts: int) -> Batch:
+    """Cuts N into `parts` contiguous pieces (groups stay whole) on a new leading axis."""
+
+    def cut(a, axis):
+        shape = (*a.shape[:axis], parts, a.shape[axis] // parts, *a.shape[axis + 1 :])
+        return jnp.moveaxis(a.reshape(shape), axis, 0)
+
+    return _take(batch, cut)
+
+
+def _join(metrics: dict) -> dict:
+    """Joins micro-batch metrics: means weighted by tokens, maxima, sums of counts."""
+    tokens = metrics["tokens"]
+    share = tokens / jnp.maximum(jnp.sum(tokens), 1.0)
+    joined = {}
+    for name, value in metrics.items():
+        if name == "tokens" or name.endswith(("missing", "dropped_sequences")):
+            joined[name] = jnp.sum(value)
+        elif name.endswith("_max"):
+            joined[name] = jnp.max(value)
+        else:
+            joined[name] = jnp.sum(value * share)
+    return joined
+
+
