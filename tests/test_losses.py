@@ -157,12 +157,14 @@ def test_each_chunk_is_shared_by_all_devices():
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (["data"], []))
     call = functools.partial(chunked_logprobs, temperature=1.0, chunk=32)
-    compiled = jax.jit(call, in_shardings=(rows, whole, rows)).lower(
-        hidden, unembed, targets
-    ).compile()
+    arrays = (hidden, unembed, targets)
+    compiled = jax.jit(call, in_shardings=(rows, whole, rows)).lower(*arrays).compile()
     program = compiled.as_text()
     assert "f32[4,64]" in program and "f32[32,64]" not in program  # logits of 32 / 8 tokens
     assert "all-gather" not in program and "all-to-all" not in program
+    placed = [jax.device_put(x, at) for x, at in zip(arrays, (rows, whole, rows), strict=True)]
+    for value, expected in zip(compiled(*placed), numpy_logprobs(*arrays, 1.0), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -213,8 +215,10 @@ def test_aggregation_weights_equal_their_formulas(seed, mode, density):
 @pytest.mark.parametrize("mode", MODES)
 def test_an_empty_batch_gets_zero_weights_not_nan(mode):
     """BR-162 too: a prompt that fills the budget leaves no tokens."""
-    got = make_weights(np.zeros((N, T), bool), mode, max_length=T)
-    np.testing.assert_array_equal(got, 0.0)
+    for call in (make_weights, aggregation_weights):  # op by op, 0 / 0 meets no simplifier
+        np.testing.assert_array_equal(call(np.zeros((N, T), bool), mode, max_length=T), 0.0)
+        half = call(np.array([[0, 0], [1, 0]]), mode, max_length=2)
+        np.testing.assert_array_equal(half, [[0, 0], [0.5 if mode == "constant" else 1, 0]])
 
 
 def aggregate(values, mask, mode, max_length=100):
@@ -415,6 +419,21 @@ def test_junk_off_the_mask_changes_no_bit_of_value_or_gradient(level):
             np.testing.assert_array_equal(got[2][off], 0.0)
 
 
+def test_junk_off_the_mask_is_dropped_without_the_compilers_help():
+    """Compiled, 0 * NaN with a converted mask may become a select; run op by op it is NaN."""
+    junk, mask = jnp.array([[-1.0, jnp.nan]]), jnp.array([[1, 0]])
+    ones = jnp.ones((1, 1))
+    kw = dict(clip_low=0.2, clip_high=0.2, level="sequence")
+
+    def loss(logp):
+        policy, _ = policy_loss(logp, junk, ones[0], mask, -junk, **kw)
+        return policy + kl_to_reference(logp, junk, mask, -junk)
+
+    value, grad = jax.value_and_grad(loss)(junk)
+    assert value == -1
+    np.testing.assert_array_equal(grad, [[-1.0, 0.0]])
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("gap", [100.0, -100.0, 1e30, np.inf, -np.inf])
 def test_an_absurd_log_ratio_stays_finite(gap, level):
@@ -503,30 +522,35 @@ def test_k3_equals_its_formula_and_gradient_off_and_on_the_mask():
 # Devices and the optimizer
 
 
-def head_loss(params, hidden, targets, old, advantages, mask, *, name):
+def head_loss(unembed, hidden, targets, old, advantages, mask, weights, *, name):
     chosen = losses.algorithm(name)
-    logp, _ = chunked_logprobs(hidden, params, targets, temperature=0.8, chunk=16)
-    weights = aggregation_weights(mask, chosen["aggregation"], max_length=T)
-    keys = ("clip_low", "clip_high", "level")
-    kw = {key: chosen[key] for key in keys}
+    logp, _ = chunked_logprobs(hidden, unembed, targets, temperature=0.8, chunk=16)
+    kw = {key: chosen[key] for key in ("clip_low", "clip_high", "level")}
     loss, _ = policy_loss(logp, old, advantages, mask, weights, **kw)
     return loss + 0.1 * kl_to_reference(logp, old, mask, weights)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_one_device_and_eight_give_the_same_loss_and_gradient(name):
-    """BR-067: 8 rows, among them an empty one and lengths that differ."""
+    """BR-067: 8 rows, among them an empty one and lengths that differ; one row a device."""
     hidden, unembed, targets = example(8, T, 8, 11)
     rng = np.random.default_rng(2)
     old = numpy_logprobs(hidden, unembed, targets, 0.8)[0] + 0.1 * rng.normal(size=(8, T))
     mask = np.arange(T) < np.array([0, 1, 5, 2, 4, 5, 3, 1])[:, None]
-    rows = (hidden, targets, old.astype(np.float32), rng.normal(size=8).astype(np.float32), mask)
-    step = jax.jit(jax.value_and_grad(functools.partial(head_loss, name=name)))
-    expected = step(unembed, *rows)
-    sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), PartitionSpec("data"))
-    placed = jax.device_put(rows, sharding)
-    assert len(placed[0].sharding.device_set) == 8
-    loss, grad = step(unembed, *placed)
+    weights = make_weights(mask, ALGORITHMS[name]["aggregation"], max_length=T)
+    rows = (hidden, targets, *(x.astype(np.float32) for x in (old, rng.normal(size=8))), mask)
+    value_and_grad = jax.value_and_grad(functools.partial(head_loss, name=name))
+    expected = jax.jit(value_and_grad)(unembed, *rows, weights)
+
+    mesh, split = Mesh(np.array(jax.devices()[:8]), ("data",)), PartitionSpec("data")
+    whole = PartitionSpec()
+
+    def on_each_device(unembed, *rows):  # the unembedding's gradient is summed by shard_map
+        loss, grad = value_and_grad(unembed, *rows)
+        return jax.lax.psum(loss, "data"), grad
+
+    specs = dict(mesh=mesh, in_specs=(whole, *[split] * 6), out_specs=(whole, whole))
+    loss, grad = jax.jit(jax.shard_map(on_each_device, **specs))(unembed, *rows, weights)
     assert float(loss) == pytest.approx(float(expected[0]), rel=2e-6, abs=1e-7)
     np.testing.assert_allclose(grad, expected[1], rtol=2e-5, atol=2e-7)
 

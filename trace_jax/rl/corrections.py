@@ -34,7 +34,7 @@ def recorded(logp_rollout, mask):
 
 
 def _weights(log_ratios, counted, kind, cap, low, high, sequence_cap):
-    """(weights f32[N, T], altered bool[N, T]) over the counted tokens."""
+    """(weights f32[N, T], altered bool[N, T]); the caller leaves out what is not counted."""
     ratio = jnp.exp(log_ratios)
     ones = jnp.ones_like(ratio)
     if kind == "tis":
@@ -44,7 +44,7 @@ def _weights(log_ratios, counted, kind, cap, low, high, sequence_cap):
         return jnp.where(outside, 0.0, ratio), outside
     length = jnp.maximum(jnp.sum(counted, axis=1, keepdims=True), 1)
     mean = jnp.sum(log_ratios, axis=1, keepdims=True) / length
-    outside = (jnp.abs(mean) > jnp.log(sequence_cap)) & counted
+    outside = jnp.broadcast_to(jnp.abs(mean) > jnp.log(sequence_cap), ratio.shape)
     return jnp.where(outside, 0.0, ones), outside
 
 

@@ -81,7 +81,7 @@ def agreement(codes_a, codes_b, valid):
       ValueError: shapes that differ.
     """
     _check(codes_a, codes_b, valid, "codes")
-    # Per token first: a layer's count of single codes would pass 2^24, where FP32 stops counting.
+    # Per token first: FP32 sums stay far below 2^24, where whole numbers end.
     per_token = jnp.mean(codes_a == codes_b, axis=tuple(range(2, codes_a.ndim)), dtype=jnp.float32)
     return _token_mean(per_token, jnp.broadcast_to(valid[None, :], per_token.shape))
 
