@@ -277,11 +277,10 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     spec, hint, guard, obey = NEAREST, None, None, None
     if guide is not None:
         obey = guide.obey[..., None]
-        received = _received_scales(guide, scale_bytes, fmt)
+        received, received_outer = _received(guide, scale_bytes, u, outer, amax, fmt)
         scale_bytes = jnp.where(obey, received, scale_bytes)
-        if fmt.outer == "pow2" and guide.plan.scale_bits == 8:
-            outer = jnp.where(obey, _received_outer(received, amax, fmt), outer)
-            u = formats.to_blocks(formats.divide(x, outer), fmt)
+        outer = jnp.where(obey, received_outer, outer)
+        u = formats.to_blocks(formats.divide(x, outer), fmt)
         spec = Rounding(guide.plan.mode)
         hint = hints(guide.stored, guide.plan, x.shape[-1])
         hint = None if hint is None else formats.to_blocks(hint, fmt)
@@ -296,20 +295,38 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     )
 
 
-def _received_scales(guide: Guide, own: jax.Array, fmt: Format) -> jax.Array:
-    """The rollout's scale bytes, from all 8 bits or from the low 2 and the own bytes."""
+def _received(guide: Guide, own, u, outer, amax, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """The rollout's scale bytes and outer scale, as far as what was sent tells them.
+
+    Args:
+      own, u, outer, amax: the trainer's scale bytes, blocks, outer scale and row maximum.
+    """
+    pow2 = fmt.outer == "pow2"
     if guide.plan.scale_bits == 8:
-        return guide.stored.scales
+        received = guide.stored.scales
+        return received, _received_outer(received, amax, fmt) if pow2 else outer
+    if fmt.scale_rule == "four_over_six":
+        raise ValueError(
+            "guidance plan: 2 bits cannot tell the two scales of 4-over-6 apart; write scale_bits=8"
+        )
     low = _low_bits(guide.stored.scales, own.shape[-1]).astype(jnp.int32)
     mine = own.astype(jnp.int32)
-    nearest = mine + (low - mine + 2) % 4 - 2
-    return jnp.clip(nearest, 1, 126 if fmt.scale_type == "e4m3" else 254).astype(jnp.uint8)
+    up = (low - mine) % 4
+    # Two up is two down; the side on which the own byte was rounded decides.
+    above = formats.largest(u) > formats.E2M1_MAX * formats.decode_scale(own, fmt)
+    nearest = mine + jnp.where((up > 2) | ((up == 2) & ~above), up - 4, up)
+    if pow2:
+        # Beyond the last byte the rollout was on the next outer scale, which is 8 bytes.
+        over = jnp.any(nearest > 126, axis=-1, keepdims=True)
+        nearest, outer = jnp.where(over, nearest - 8, nearest), jnp.where(over, 2 * outer, outer)
+    last = 126 if fmt.scale_type == "e4m3" else 254
+    return jnp.clip(nearest, 1, last).astype(jnp.uint8), outer
 
 
 def _received_outer(received: jax.Array, amax: jax.Array, fmt: Format) -> jax.Array:
     """The rollout's power-of-two outer scale, from its block scales and the own maximum."""
     top = jnp.max(formats.decode_scale(received, fmt), axis=-1, keepdims=True)
-    exponent = jnp.log2(jnp.maximum(amax, formats.OUTER_FLOOR) / formats.E2M1_MAX / top)
+    exponent = jnp.log2(amax / formats.E2M1_MAX / top)
     # 4-over-6 may have scaled the largest block by 1.5, which is 0.58 of a binade.
     slack = 0.2 if fmt.scale_rule == "four_over_six" else 0.5
     power = jnp.maximum(jnp.ceil(exponent - slack), -117).astype(jnp.int32)
