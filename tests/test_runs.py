@@ -61,6 +61,15 @@ def test_resume_takes_the_same_configuration(tmp_path):
     assert len(versions["resumed"]) == 2 and "resumed" not in versions["resumed"][1]
 
 
+def test_a_resume_keeps_the_command_that_started_the_run(tmp_path, monkeypatch):
+    for command in ("first", "second", "third"):
+        monkeypatch.setattr(runs, "versions", lambda command=command: {"command": command})
+        path = create_run_dir(tmp_path / "r", CONFIG, resume=True)
+    assert json.loads((path / "versions.json").read_text()) == {
+        "command": "first", "resumed": [{"command": "second"}, {"command": "third"}]
+    }
+
+
 def test_resume_of_another_configuration_says_what_differs(tmp_path):
     path = create_run_dir(tmp_path / "r", CONFIG)
     before = (path / "config.json").read_bytes()

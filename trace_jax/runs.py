@@ -77,8 +77,9 @@ def _check_same(path: Path, config: Mapping[str, Any], harmless: tuple[str, ...]
 
 def config_changes(old: Mapping, new: Mapping) -> list[tuple[str, str]]:
     """(dotted key, "key: old -> new") of every leaf that differs, in order of key."""
-    a, b = _flatten(old), _flatten(json.loads(json.dumps(new)))  # tuples are lists in JSON
+    a, b = _flatten(old), _flatten(new)
 
+    # Compared as JSON text, in which a tuple is a list, and 1, 1.0 and true are three things.
     def shown(leaves: dict[str, Any], key: str) -> str:
         return json.dumps(leaves[key]) if key in leaves else "(absent)"
 
