@@ -251,6 +251,8 @@ def test_masked_tokens_are_out_of_the_numerator_and_have_no_gradient():
     assert loss == 1.0
     np.testing.assert_array_equal(grad, [[0.5, 0.0], [0.5, 0.0]])
     assert (metrics["ratio_max"], metrics["ratio_mean"], metrics["tokens"]) == (1, 1, 2)
+    metrics = run_policy(logp - 0.5, np.zeros((2, 2)), [-1, -1], mask, weights)[1]
+    assert metrics["ratio_max"] == pytest.approx(np.exp(-0.5), rel=1e-6)
 
 
 def test_masked_tokens_are_out_of_the_denominator():
@@ -568,6 +570,7 @@ def test_clipping_acts_on_the_summed_gradient():
 
     gradient = jax.jit(jax.grad(loss))
     gradients = [gradient(jnp.zeros(2), slopes[i], weights[i:i + 1]) for i in range(2)]
+    np.testing.assert_allclose(sum(gradients), [1.5, 2.0], rtol=1e-6)
     clip = optax.clip_by_global_norm(1.0)
     clipped, _ = clip.update(sum(gradients), clip.init(jnp.zeros(2)))
     np.testing.assert_allclose(clipped, [0.6, 0.8], rtol=1e-6)
