@@ -115,7 +115,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "pre", "h1"):
+        if self.open and self.open[-1] in ("td", "pre", "h1", "p"):
             self.cells.append(data)
 
 
@@ -128,12 +128,12 @@ def test_the_page_opens_by_itself(tmp_path):
     (tmp_path / "versions.json").write_text(json.dumps(versions))
     (tmp_path / "config.json").write_text('{"rl": {"steps": 4}}')
     summary = {"accuracy_after": 0.123456, "post_hoc": None, "name": "<b>", "gap": float("nan")}
-    path = write_report(tmp_path, summary, title="A & B")
+    path = write_report(tmp_path, summary, title="A & <B>")
     text = path.read_text()
     page = Page(text)
     png = base64.b64decode(page.images[0].removeprefix("data:image/png;base64,"))
     assert png.startswith(b"\x89PNG") and png == (tmp_path / "report.png").read_bytes()
-    shown = ("A & B", "0.1235", "not recorded", "<b>", "nan", versions["command"], "jax")
+    shown = ("A & <B>", "0.1235", "not recorded", "<b>", "nan", versions["command"], "jax")
     for cell in shown:
         assert cell in page.cells, cell
     assert '"steps": 4' in "".join(page.cells)
@@ -144,4 +144,4 @@ def test_the_page_opens_by_itself(tmp_path):
 def test_an_empty_folder_still_gives_a_page(tmp_path):
     (tmp_path / "config.json").write_text("{")
     page = Page(write_report(tmp_path, {}).read_text())
-    assert page.cells.count("not recorded") == 2 and len(page.images) == 1
+    assert page.cells.count("not recorded") == 4 and len(page.images) == 1
