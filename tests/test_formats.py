@@ -222,6 +222,12 @@ def test_e4m3_scale_saturates_instead_of_becoming_nan(big):
     assert scale_of(big * 6 if big < 1e5 else big, NVFP4.replace(outer="none")) == 448.0
 
 
+@pytest.mark.parametrize(("fmt", "bad"), [(NVFP4, np.nan), (MXFP4, np.nan), (MXFP4, np.inf)])
+def test_the_scale_byte_of_a_bad_block_is_nan(fmt, bad):
+    """BR-006: the code itself cannot say it."""
+    assert np.isnan(scale_of(bad, fmt))
+
+
 def test_outer_scale_is_amax_over_2688():
     """BR-019: expert 0 with maximum 1, expert 1 with maximum 100."""
     outer = np.asarray(formats.outer_scale(jnp.float32([1, 100]), NVFP4))
