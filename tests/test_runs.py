@@ -108,6 +108,20 @@ def test_a_config_that_is_no_json_leaves_no_file_behind(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
+def test_a_start_that_was_killed_does_not_block_the_folder(tmp_path, monkeypatch):
+    (tmp_path / ".config.json.tmp").write_text('{"rl"')
+    create_run_dir(tmp_path, CONFIG)
+
+    def killed():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "versions", killed)
+    with pytest.raises(KeyboardInterrupt):
+        create_run_dir(tmp_path / "r", CONFIG)
+    monkeypatch.undo()
+    create_run_dir(tmp_path / "r", CONFIG, resume=True)
+
+
 def test_without_git_the_run_goes_on(tmp_path, monkeypatch):
     def no_git(*args, **kwargs):
         raise FileNotFoundError("git")

@@ -42,14 +42,15 @@ def create_run_dir(
     json.dumps(config_json)  # raises TypeError before anything is made
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: write another --workdir")
-    found = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+    # A start that was killed at once may leave a half-written file, which is no run.
+    found = path.is_dir() and [p for p in path.iterdir() if not p.match(".*.tmp")]
     if found and not resume:
         raise ValueError(f"{path} is not empty: write --resume to go on, or another --workdir")
     if found:
         _check_same(path, config_json, tuple(harmless))
     path.mkdir(parents=True, exist_ok=True)
-    write_json(path / VERSIONS, _history(path / VERSIONS, versions()))
     write_json(path / CONFIG, config_json)
+    write_json(path / VERSIONS, _history(path / VERSIONS, versions()))
     return path
 
 
