@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from trace_jax import runs
-from trace_jax.runs import config_changes, create_run_dir
+from trace_jax.runs import config_changes, create_run_dir, write_json
 
 CONFIG = {
     "rl": {"steps": 10, "group": 8, "clip": (0.2, 0.28)},
@@ -112,10 +112,14 @@ def test_a_start_that_was_killed_does_not_block_the_folder(tmp_path, monkeypatch
     (tmp_path / ".config.json.tmp").write_text('{"rl"')
     create_run_dir(tmp_path, CONFIG)
 
-    def killed():
-        raise KeyboardInterrupt
+    written = []
 
-    monkeypatch.setattr(runs, "versions", killed)
+    def killed(path, value):
+        if written:
+            raise KeyboardInterrupt
+        written.append(write_json(path, value))
+
+    monkeypatch.setattr(runs, "write_json", killed)
     with pytest.raises(KeyboardInterrupt):
         create_run_dir(tmp_path / "r", CONFIG)
     monkeypatch.undo()
