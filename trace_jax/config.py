@@ -117,6 +117,7 @@ class OptimConfig:
 class EvalConfig:
     every: int = 0  # steps; 0: before and after only
     problems: int = 256
+    samples: int = 4  # responses a problem at rollout.temperature: accuracy is their mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +198,8 @@ def freeze(tree: Mapping[str, Any]) -> Config:
       ConfigError: unknown key (with the nearest name), missing key, wrong type,
         NaN or infinity, or values that cannot work together.
     """
+    if isinstance(tree, ml_collections.ConfigDict):
+        tree = tree.to_dict()
     return _build(Config, tree, "")
 
 
@@ -280,6 +283,7 @@ _AT_LEAST = {
     "optim.max_bad_steps": 1,
     "eval.every": 0,
     "eval.problems": 1,
+    "eval.samples": 1,
     "ledger.audit_rows": 1,
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
@@ -317,6 +321,11 @@ def _validate(c: Config) -> None:
         c.rollout.top_p == 1.0,
         f"rollout.top_p is {c.rollout.top_p}; write 1.0: the learner's log-probs are of the whole "
         "distribution, and truncated sampling is not replayed",
+    )
+    require(
+        c.rl.correction == "none" or c.rl.old_logprobs == "learner",
+        f"rl.correction is {c.rl.correction!r} and the ratio is against the rollout already; "
+        "write rl.old_logprobs='learner', or rl.correction='none'",
     )
     parts = c.rl.minibatches * c.rl.micro_batches
     require(

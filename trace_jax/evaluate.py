@@ -13,9 +13,14 @@ from trace_jax.rollout.sampling import request_keys
 from trace_jax.scoring import make_prompts, problem_set, score
 from trace_jax.tasks import ByteTokenizer
 
+EVAL_SEED = 7919  # keys of evaluation; training uses config.seed
+
 
 class Evaluator:
-    """Greedy decoding of the same held-out problems, compiled once."""
+    """Mean accuracy over `eval.samples` responses to each held-out problem, compiled once.
+
+    Problems and sampling keys are the same at every call, and those of no other seed.
+    """
 
     def __init__(self, config: Config, precision: tuple[LayerPrecision, ...], mesh):
         self.config, self.mesh = config, mesh
@@ -31,18 +36,24 @@ class Evaluator:
                 precision,
                 self.tokenizer.eos_ids,
                 config.task.max_response,
-                temperature=0.0,
+                samples=config.eval.samples,
+                temperature=config.rollout.temperature,
             )
         )
         self.sync = jax.jit(lambda params: sync.to_rollout(params, precision))
 
     def __call__(self, params) -> dict[str, float]:
         """{"accuracy", "accuracy/<dataset>"} of learner parameters."""
-        count = self.config.eval.problems
-        keys = request_keys(0, 0, jnp.arange(count), jnp.zeros(count, jnp.int32))
+        count, samples = self.config.eval.problems, self.config.eval.samples
+        keys = request_keys(
+            EVAL_SEED,
+            0,
+            jnp.repeat(jnp.arange(count), samples),
+            jnp.tile(jnp.arange(samples), count),
+        )
         prompts = shard_rows((self.prompts.tokens, self.prompts.lengths, keys), self.mesh)
         rollout = self.engine(self.sync(params), *prompts)
-        rewards, valid = score(rollout, self.prompts, self.tokenizer, 1)
+        rewards, valid = score(rollout, self.prompts, self.tokenizer, samples)
         sources = np.array([p.source for p in self.prompts.problems])
         result = {"accuracy": _mean(rewards[valid])}
         for source in sorted(set(sources)):

@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
     def _store(self, site, x, sites: Sites):
         """Values to attend to and their stored form."""
-        out = sites.quantize(site, x)
+        value, out = sites.quantize(site, x)
         if out is None:
-            return x, KVPlane(x)
-        return out.value, encode_plane(out, getattr(sites.spec.precision, site))
+            return value, KVPlane(value)
+        return value, encode_plane(out, getattr(sites.spec.precision, site))

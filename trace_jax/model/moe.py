@@ -101,12 +101,11 @@ class MoE(nn.Module):
         experts = max(cfg.num_experts, 1)
         gate_up = self._weight("gate_up", (experts, 2 * cfg.expert_dim, cfg.hidden), sites)
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
-        out = sites.quantize("expert_in", x[:, :, None])
-        x = x if out is None else out.value[:, :, 0]
+        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0]
         groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
         rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
         gate, up = jnp.split(_product(rows, gate_up, groups), 2, axis=-1)
-        mid = (jax.nn.silu(gate) * up).astype(Dtype)
+        mid = sites.perturb("expert_mid", (jax.nn.silu(gate) * up).astype(Dtype))
         if precision.expert_mid is not None:
             mid = self._quantize_mid(mid, ids, routes, groups, sites)
         y = rows_to_slots(_product(mid, down, groups), groups)
@@ -128,7 +127,6 @@ class MoE(nn.Module):
 
             stored, obey, guard = jax.tree.map(by_row, (guide.stored, guide.obey, guide.guard))
             guide = fp4.Guide(stored, sites.plan, obey, guard)
-        mid = sites.perturb("expert_mid", mid)
         out = fp4.quantize_site(mid, sites.spec.precision.expert_mid, guide)
         by_slot = [rows_to_slots(a, groups) for a in (out.codes, out.scale_bytes, out.outer)]
         sites.leave("expert_mid", *(a.reshape(*shape, -1) for a in by_slot))

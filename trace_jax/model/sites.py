@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from trace_jax import fp4
-from trace_jax.fp4 import Guide, GuidancePlan, LayerPrecision, Quantized, SiteGuidance
+from trace_jax.fp4 import GuidancePlan, Guide, LayerPrecision, Quantized, SiteGuidance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +95,18 @@ class Sites:
             guard = jnp.broadcast_to(guard[..., None], obey.shape)
         return Guide(stored, self.plan, obey if match is None else obey & match, guard)
 
-    def quantize(self, site: str, x: jax.Array) -> Quantized | None:
-        """Outcome at a site with rows x [B, S, rows, width]; None if the site is BF16."""
+    def quantize(self, site: str, x: jax.Array) -> tuple[jax.Array, Quantized | None]:
+        """The values that x [B, S, rows, width] becomes at a site, and how.
+
+        The second is None where the site is BF16.
+        """
+        x = self.perturb(site, x)
         fmt = getattr(self.spec.precision, site)
         if fmt is None:
-            return None
-        out = fp4.quantize_site(self.perturb(site, x), fmt, self.guide(site))
+            return x, None
+        out = fp4.quantize_site(x, fmt, self.guide(site))
         self.leave(site, out.codes, out.scale_bytes, out.outer)
-        return out
+        return out.value, out
 
     def leave(self, site: str, codes, scale_bytes, outer) -> None:
         """Keeps a site's outcome [B, S, rows, ...] as far as the spec asks for it."""

@@ -205,10 +205,12 @@ class Learner:
         rl, s = self.config.rl, self.settings
         logp, entropy, balance = self._logprobs(params, batch, rl.remat)
         fixed = jax.lax.stop_gradient(logp)
-        correction, corrected = correction_weights(
-            fixed, batch.logp_rollout, batch.mask, kind=rl.correction, cap=rl.correction_cap
-        )
+        # The ratio measures how far the policy has moved since `old`; the correction,
+        # what lay between the rollout and `old`. Together they count every gap once.
         old = fixed if batch.old_logp is None else batch.old_logp
+        correction, corrected = correction_weights(
+            old, batch.logp_rollout, batch.mask, kind=rl.correction, cap=rl.correction_cap
+        )
         loss, metrics = policy_loss(
             logp,
             old,
