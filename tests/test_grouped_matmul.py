@@ -168,6 +168,8 @@ def test_padding_rows_are_zero_and_give_nothing_to_the_gradient():
     rows, out, (dx, dw) = product(x, weight, groups)
     assert padding.any()
     assert np.count_nonzero(np.asarray(rows)[padding]) == 0
+    slots = gm.slots_to_rows(jnp.ones((*ids.shape, 1)), groups)
+    np.testing.assert_array_equal(slots[:, 0], ~padding)
     assert np.count_nonzero(np.asarray(out)[padding]) == 0
     assert np.count_nonzero(dx) == np.count_nonzero(dw) == 0
 
