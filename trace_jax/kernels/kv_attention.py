@@ -1,0 +1,125 @@
+"""Decode attention over paged K and V: one query token a sequence.
+
+Contract, for every version: with K, V the values stored in the pages (the current token
+included) and s = scale * q K^T in FP32,
+  out = softmax([s, sink])[:-1] V  over the tokens max(0, length - window) <= i < length,
+per query head; heads h * group .. (h + 1) * group - 1 share KV head h. A sequence of length 0
+gives zeros. What the slots outside that range hold has no effect, NaN included. The fast
+version rounds probabilities to BF16 before the product with V, and sums them before.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trace_jax.kernels import cuda_build, dispatch
+from trace_jax.kernels.kv_pages import KVPages, read_pages
+
+_BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
+# (NVFP4?, head size) -> kernel index and warps a block, as in cuda/paged_attention.cu.
+_VARIANTS = {
+    (True, 128): (2, 12),
+    (False, 128): (4, 4),
+    (True, 64): (6, 16),
+    (True, 256): (7, 8),
+    (False, 64): (8, 8),
+    (False, 256): (9, 2),
+}
+
+
+def _reference(q, pages, table, lengths, scale, window, sink):
+    batch, heads, d = q.shape
+    kv_heads = pages.data.shape[1]
+    k, v = read_pages(pages, table)  # [batch, max_pages, kv_heads, 64, D]
+    k, v = (x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, d) for x in (k, v))
+    token = jnp.arange(k.shape[2])
+    low = jnp.maximum(lengths - window, 0) if window else jnp.zeros_like(lengths)
+    live = (token >= low[:, None]) & (token < lengths[:, None])
+    live = live[:, None, None]
+    v = jnp.where(live[:, :, 0, :, None], v, 0.0)  # 0 x NaN is NaN
+    grouped = q.astype(jnp.float32).reshape(batch, kv_heads, -1, d)
+    exact = jax.lax.Precision.HIGHEST
+    s = jnp.einsum("bhgd,bhtd->bhgt", grouped, k, precision=exact) * scale
+    s = jnp.where(live, s, -jnp.inf)
+    top = jnp.max(s, axis=-1, keepdims=True)
+    extra = None if sink is None else sink.reshape(kv_heads, -1, 1).astype(jnp.float32)
+    top = jnp.maximum(top, -1e30 if extra is None else extra)
+    p = jnp.exp(s - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    total = total if extra is None else total + jnp.exp(extra - top)
+    out = jnp.einsum("bhgt,bhtd->bhgd", p, v, precision=exact)
+    out = jnp.where(total > 0, out / total, 0.0)
+    out = jnp.where((lengths > 0)[:, None, None, None], out, 0.0)
+    return out.reshape(batch, heads, d).astype(jnp.bfloat16)
+
+
+def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
+    batch, heads, d = q.shape
+    kv_heads = pages.data.shape[1]
+    index, warps = variant or _VARIANTS[pages.quantized, d]
+    slots = _BLOCKS * warps + batch * kv_heads * -(-heads // kv_heads // 8)
+    out = (
+        jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
+        jax.ShapeDtypeStruct((slots, 8, d), jnp.float32),
+        jax.ShapeDtypeStruct((slots, 8, 2), jnp.float32),
+    )
+    return jax.ffi.ffi_call(cuda_build.register("paged_attention"), out)(
+        pages.data, table, lengths, q,
+        jnp.zeros(0, jnp.float32) if sink is None else sink.astype(jnp.float32),
+        variant=np.int64(index), kv_heads=np.int64(kv_heads), window=np.int64(window or 0),
+        warps=np.int64(_BLOCKS * warps), scale=np.float32(scale),
+    )[0]  # fmt: skip
+
+
+VERSIONS = {"reference": _reference, "hopper": _hopper}
+
+
+def _hopper_refusal(q) -> str | None:
+    if q.dtype != jnp.bfloat16:
+        return f"it takes BF16 queries, not {q.dtype}"
+    if q.shape[0] > 1024:
+        return f"it takes up to 1024 sequences, not {q.shape[0]}"
+    return cuda_build.hopper_refusal()
+
+
+def paged_attention(
+    q: jax.Array,
+    pages: KVPages,
+    table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sink: jax.Array | None = None,
+    version: str = "auto",
+) -> jax.Array:
+    """Attention of one token a sequence; the module docstring is the contract.
+
+    Args:
+      q: BF16 [batch, query heads, D], after RoPE, not scaled.
+      pages: the pool, see kv_pages.
+      table: int32 [batch, max_pages], page ids in order; entries past the length are unused
+        but must be valid ids.
+      lengths: int32 [batch], stored tokens, at most 64 * max_pages; 0 for an idle slot.
+      scale: softmax scale, usually D ** -0.5.
+      window: sliding window in tokens, the current one included; None for all.
+      sink: FP32 [query heads], a logit a head that takes probability and gives nothing.
+      version: "auto", "reference" or "hopper".
+
+    Returns:
+      BF16 [batch, query heads, D].
+
+    Raises:
+      ValueError: shapes that do not fit the pages, or a version that cannot run this call.
+    """
+    kv_heads = pages.data.shape[1]
+    if q.shape[-1] != pages.head_size or q.shape[1] % kv_heads:
+        raise ValueError(
+            f"paged_attention: {q.shape[1]} heads of size {q.shape[-1]} do not fit pages of "
+            f"{kv_heads} KV heads of size {pages.head_size}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"paged_attention: window is {window}; write a positive number or None")
+    refusals = {"reference": lambda: None, "hopper": lambda: _hopper_refusal(q)}
+    name = dispatch.choose("paged_attention", version, refusals, {"gpu": ("hopper",)})
+    return VERSIONS[name](q, pages, table, lengths, scale, window, sink)
