@@ -372,7 +372,7 @@ static const Variant kVariants[] = {
     VARIANT(1, 8, 8, 1, 5, 1, 1),
     // BF16
     VARIANT(0, 1, 4, 2, 4, 1, 2), VARIANT(0, 2, 4, 2, 4, 1, 2), VARIANT(0, 3, 4, 1, 4, 1, 2),
-    VARIANT(0, 3, 4, 4, 4, 1, 2), VARIANT(0, 2, 8, 4, 3, 1, 1), VARIANT(0, 3, 8, 2, 3, 1, 1),
+    VARIANT(0, 3, 4, 4, 3, 1, 2), VARIANT(0, 2, 8, 4, 3, 1, 1), VARIANT(0, 3, 8, 2, 3, 1, 1),
     VARIANT(0, 4, 8, 4, 2, 0, 1), VARIANT(0, 6, 8, 1, 2, 0, 1),
 };
 
