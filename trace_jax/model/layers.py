@@ -25,7 +25,8 @@ class RMSNorm(nn.Module):
         weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-        return (x32 * jax.lax.rsqrt(variance + self.eps) * weight.astype(jnp.float32)).astype(x.dtype)
+        weight = jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
+        return (x32 * jax.lax.rsqrt(variance + self.eps) * weight).astype(x.dtype)
 
 
 class Linear(nn.Module):
