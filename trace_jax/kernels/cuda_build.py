@@ -47,18 +47,20 @@ def command(nvcc: str, source: pathlib.Path, output: pathlib.Path, include: str)
 
 
 def _key(source: pathlib.Path) -> str:
-    texts = [source.read_bytes(), (SOURCES / "common.cuh").read_bytes()]
+    folders = {SOURCES, source.parent}
+    parts = sorted(p for f in folders for p in [*f.glob("*.cu"), *f.glob("*.cuh")])
+    texts = [source.name.encode(), *(p.read_bytes() for p in parts)]
     texts += [jaxlib.version.__version__.encode(), ARCHITECTURE.encode()]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
-def build(name: str) -> pathlib.Path:
-    """The shared library of cuda/`name`.cu, compiled unless the cache has it.
+def build(name: str, folder: pathlib.Path = SOURCES) -> pathlib.Path:
+    """The shared library of `folder`/`name`.cu, compiled unless the cache has it.
 
     Raises:
       RuntimeError: no compiler, or it failed; one line that says which and what to do.
     """
-    source = SOURCES / f"{name}.cu"
+    source = folder / f"{name}.cu"
     target = cache_dir() / f"{name}-{_key(source)}.so"
     if target.exists():
         return target

@@ -186,9 +186,7 @@ def _check_rows(rows: int, multiple: int) -> None:
         raise ValueError(f"expert weights: {rows} outputs; give a multiple of {multiple}")
 
 
-def lay_out(
-    weight: QTensor | jax.Array, up: QTensor | jax.Array | None = None
-) -> ExpertWeights:
+def lay_out(weight: QTensor | jax.Array, up: QTensor | jax.Array | None = None) -> ExpertWeights:
     """The kernel's layout of expert weights [experts, N, K], K contracted.
 
     Args:

@@ -15,15 +15,15 @@ import numpy as np
 from trace_jax.kernels import cuda_build, dispatch
 from trace_jax.kernels.kv_pages import KVPages, read_pages
 
-_BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
-# (NVFP4?, head size) -> kernel index and warps a block, as in cuda/paged_attention.cu.
-_VARIANTS = {
-    (True, 128): (2, 12),
-    (False, 128): (4, 4),
-    (True, 64): (6, 16),
-    (True, 256): (7, 8),
-    (False, 64): (8, 8),
-    (False, 256): (9, 2),
+BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
+# (NVFP4?, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
+HOPPER_VARIANTS = {
+    (True, 128): ((2, 12), (0, 16), (1, 12), (3, 8), (10, 14)),
+    (False, 128): ((4, 4), (5, 6)),
+    (True, 64): ((6, 16),),
+    (True, 256): ((7, 8),),
+    (False, 64): ((8, 8),),
+    (False, 256): ((9, 2),),
 }
 
 
@@ -34,7 +34,7 @@ def _reference(q, pages, table, lengths, scale, window, sink):
     k, v = (x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, d) for x in (k, v))
     token = jnp.arange(k.shape[2])
     low = jnp.maximum(lengths - window, 0) if window else jnp.zeros_like(lengths)
-    live = (token >= low[:, None]) & (token < lengths[:, None])
+    live = (token[None] >= low[:, None]) & (token[None] < lengths[:, None])
     live = live[:, None, None]
     v = jnp.where(live[:, :, 0, :, None], v, 0.0)  # 0 x NaN is NaN
     grouped = q.astype(jnp.float32).reshape(batch, kv_heads, -1, d)
@@ -42,7 +42,7 @@ def _reference(q, pages, table, lengths, scale, window, sink):
     s = jnp.einsum("bhgd,bhtd->bhgt", grouped, k, precision=exact) * scale
     s = jnp.where(live, s, -jnp.inf)
     top = jnp.max(s, axis=-1, keepdims=True)
-    extra = None if sink is None else sink.reshape(kv_heads, -1, 1).astype(jnp.float32)
+    extra = None if sink is None else sink.reshape(1, kv_heads, -1, 1).astype(jnp.float32)
     top = jnp.maximum(top, -1e30 if extra is None else extra)
     p = jnp.exp(s - top)
     total = jnp.sum(p, axis=-1, keepdims=True)
@@ -56,8 +56,8 @@ def _reference(q, pages, table, lengths, scale, window, sink):
 def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
     batch, heads, d = q.shape
     kv_heads = pages.data.shape[1]
-    index, warps = variant or _VARIANTS[pages.quantized, d]
-    slots = _BLOCKS * warps + batch * kv_heads * -(-heads // kv_heads // 8)
+    index, warps = variant or HOPPER_VARIANTS[pages.quantized, d][0]
+    slots = BLOCKS * warps + batch * kv_heads * -(-heads // kv_heads // 8)
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((slots, 8, d), jnp.float32),
@@ -67,7 +67,7 @@ def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
         pages.data, table, lengths, q,
         jnp.zeros(0, jnp.float32) if sink is None else sink.astype(jnp.float32),
         variant=np.int64(index), kv_heads=np.int64(kv_heads), window=np.int64(window or 0),
-        warps=np.int64(_BLOCKS * warps), scale=np.float32(scale),
+        warps=np.int64(BLOCKS * warps), scale=np.float32(scale),
     )[0]  # fmt: skip
 
 

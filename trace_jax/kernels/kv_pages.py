@@ -84,7 +84,7 @@ def append(
     page = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // PAGE, axis=1)[:, 0]
     page = jnp.where(positions < 0, pages.data.shape[0], page)
     old = pages.data.at[page].get(mode="fill", fill_value=0)
-    at = (jnp.arange(PAGE) == positions[:, None] % PAGE)[:, None, :, None]
+    at = (jnp.arange(PAGE)[None] == positions[:, None] % PAGE)[:, None, :, None]
     units = []
     for is_v, x in enumerate((k, v)):
         x = x.astype(jnp.bfloat16)[:, :, None]

@@ -143,6 +143,16 @@ __global__ void __launch_bounds__(256) quantize(const Args p) {
   }
 }
 
+cudaError_t launch(const Args& p, cudaStream_t stream) {
+  int grid = (p.rows + 7) / 8;
+  if (p.width <= 512) quantize<1><<<grid, 256, 0, stream>>>(p);
+  else if (p.width <= 1024) quantize<2><<<grid, 256, 0, stream>>>(p);
+  else if (p.width <= 2048) quantize<4><<<grid, 256, 0, stream>>>(p);
+  else if (p.width <= 4096) quantize<8><<<grid, 256, 0, stream>>>(p);
+  else return cudaErrorInvalidValue;
+  return cudaGetLastError();
+}
+
 }  // namespace trace_jax
 
 static ffi::Error Quantize(cudaStream_t stream, ffi::Buffer<ffi::BF16> x,
@@ -159,13 +169,7 @@ static ffi::Error Quantize(cudaStream_t stream, ffi::Buffer<ffi::BF16> x,
   p.bits = bits->element_count() ? reinterpret_cast<uint16_t*>(bits->typed_data()) : nullptr;
   p.width = static_cast<int>(x.dimensions().back());
   p.rows = static_cast<int>(x.element_count() / p.width);
-  int grid = (p.rows + 7) / 8;
-  if (p.width <= 512) quantize<1><<<grid, 256, 0, stream>>>(p);
-  else if (p.width <= 1024) quantize<2><<<grid, 256, 0, stream>>>(p);
-  else if (p.width <= 2048) quantize<4><<<grid, 256, 0, stream>>>(p);
-  else if (p.width <= 4096) quantize<8><<<grid, 256, 0, stream>>>(p);
-  else return ffi::Error::InvalidArgument("quantize: width above 4096");
-  cudaError_t error = cudaGetLastError();
+  cudaError_t error = launch(p, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(error));
   return ffi::Error::Success();
 }

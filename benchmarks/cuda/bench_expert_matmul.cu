@@ -1,0 +1,30 @@
+// Timing of the routed products without JAX's dispatch; see benchmarks/kernels.py.
+#include "../../trace_jax/kernels/cuda/expert_matmul.cu"
+#include "timing.cuh"
+
+extern "C" float bench_expert_matmul(int variant, const void** weight, int n, const void* outer,
+                                     const void* x, const void* slot, const void* offset,
+                                     void* out, int experts, int tiles, int k, int top_k,
+                                     int epilogue, int reps) {
+  trace_jax::Args a{};
+  a.weight_outer = static_cast<const float2*>(outer);
+  a.x = static_cast<const __nv_bfloat16*>(x);
+  a.slot = static_cast<const int*>(slot);
+  a.offset = static_cast<const int*>(offset);
+  a.out = out;
+  a.experts = experts;
+  a.tiles = tiles;
+  a.k = k;
+  a.top_k = top_k;
+  a.epilogue = epilogue;
+  return median_us(n, reps, [&](int i, cudaStream_t stream) {
+    a.weight = static_cast<const uint8_t*>(weight[i]);
+    return kVariants[variant].launch(a, stream);
+  });
+}
+
+extern "C" float bench_copy(void* to, const void* from, size_t bytes, int reps) {
+  return median_us(1, reps, [&](int, cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
+  });
+}

@@ -1,0 +1,277 @@
+"""Times the FP4 kernels against their BF16 twins: `python -m benchmarks.kernels` (one H200).
+
+About two minutes. Writes results/kernels_h200.json: a header (hardware, versions, commit,
+copy bandwidth measured in the same run) and rows {op, case, tokens, us, share_of_copy,
+ratio_to_bf16, version, kernel}. Times are medians of device times (CUDA events) of launches
+back to back, over rotating weights or pages several times the size of the cache.
+Shares count the bytes that must move: stored FP4 bytes, inputs and outputs, once each.
+`--all` times every compiled kernel that fits a case, not only the one that dispatch chooses.
+"""
+
+import ctypes
+import json
+import pathlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from trace_jax.kernels import cuda_build, kv_pages
+from trace_jax.kernels import expert_matmul as em
+from trace_jax.kernels import kv_attention as ka
+
+FLAGS = flags.FLAGS
+flags.DEFINE_bool("all", False, "time every compiled kernel that fits a case")
+flags.DEFINE_string("commit", "", "commit to name in the header; default: ask git")
+flags.DEFINE_string("out", "benchmarks/results/kernels_h200.json", "where to write the results")
+
+HERE = pathlib.Path(__file__).parent
+# A Qwen3-30B-A3B layer.
+EXPERTS, HIDDEN, FF, TOP_K = 128, 2048, 768, 8
+KV_HEADS, GROUP, HEAD = 4, 8, 128
+TOKENS = (1, 16, 64, 256)
+CONTEXTS = ((64, 8192), (16, 32768), (8, 8192))
+ROUTING_SKEW = 0.8  # spread of the experts' logits, over Gumbel noise a token
+
+
+def library(name: str) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(cuda_build.build(f"bench_{name}", HERE / "cuda")))
+    getattr(lib, f"bench_{name}").restype = ctypes.c_float
+    return lib
+
+
+def pointer(x: jax.Array) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.unsafe_buffer_pointer())
+
+
+def pointers(xs: list[jax.Array]):
+    return (ctypes.c_void_p * len(xs))(*[x.unsafe_buffer_pointer() for x in xs])
+
+
+def checked(us: float) -> float:
+    if not us > 0:
+        raise RuntimeError("a kernel failed to launch or to finish")
+    return us
+
+
+def row(op, case, tokens, us, byte_count, copy, kernel, version="hopper"):
+    """One result; `copy` in bytes a microsecond."""
+    share = byte_count / us / copy
+    print(f"{op:24} {case:34} {kernel:10} {us:8.1f} us  {share:.3f} of copy", flush=True)
+    return dict(
+        op=op, case=case, tokens=tokens, us=round(us, 2), share_of_copy=round(share, 4),
+        ratio_to_bf16=None, version=version, kernel=kernel,
+    )  # fmt: skip
+
+
+def copy_bandwidth(lib) -> float:
+    """Bytes read and written a microsecond by a device-to-device copy of 1 GiB."""
+    a, b = jnp.ones(2**28, jnp.uint32), jnp.zeros(2**28, jnp.uint32)
+    jax.block_until_ready((a, b))
+    lib.bench_copy.restype = ctypes.c_float
+    us = lib.bench_copy(pointer(b), pointer(a), ctypes.c_size_t(a.nbytes), 9)
+    return 2 * a.nbytes / checked(us)
+
+
+# --- routed products ---------------------------------------------------------------------
+
+
+def routing(tokens: int) -> em.Routing:
+    rng = np.random.default_rng(tokens)
+    logits = ROUTING_SKEW * rng.normal(size=EXPERTS) + rng.gumbel(size=(tokens, EXPERTS))
+    ids = np.argsort(-logits, axis=1)[:, :TOP_K].astype(np.int32)
+    return em.route(jnp.asarray(ids), EXPERTS, version="reference")
+
+
+def random_weights(quantized: bool, gated: bool, seed) -> jax.Array:
+    """Random codes and scales (or BF16 values) straight in the kernel's layout."""
+    tiles, chunks = (FF // 8, 32) if gated else (HIDDEN // 16, 12)
+    key = jax.random.key(seed)
+    if not quantized:
+        values = jax.random.normal(key, (EXPERTS, tiles, chunks, 1024), jnp.bfloat16)
+        return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(EXPERTS, tiles, chunks, -1)
+    data = jax.random.bits(key, (EXPERTS, tiles, chunks, 576), jnp.uint8)
+    return data.at[..., 512:].set(64 + (data[..., 512:] & 15))
+
+
+def fitting(quantized: bool, chunks: int, tokens: int) -> list[int]:
+    """Kernels to time: the one that dispatch chooses, or all of this shape."""
+    if not FLAGS.all:
+        return [em.hopper_variant(quantized, chunks, tokens * TOP_K / EXPERTS)]
+    same = (quantized, chunks)
+    return [i for i, v in enumerate(em.HOPPER_VARIANTS) if v[:2] == same]
+
+
+def time_experts(lib, copy: float) -> list[dict]:
+    rows = []
+    draw = jax.jit(random_weights, static_argnums=(0, 1))
+    for gated in (True, False):
+        for quantized in (False, True):
+            weights = [draw(quantized, gated, seed) for seed in range(6 if quantized else 3)]
+            for tokens in TOKENS:
+                rows += _time_product(lib, copy, weights, quantized, gated, tokens)
+            del weights
+    return rows
+
+
+def _time_product(lib, copy, weights, quantized, gated, tokens) -> list[dict]:
+    r, k, n = routing(tokens), HIDDEN if gated else FF, FF if gated else HIDDEN
+    x = jax.random.normal(jax.random.key(1), (tokens if gated else tokens * TOP_K, k), jnp.bfloat16)
+    out = jnp.zeros((tokens * TOP_K, n), jnp.bfloat16 if gated else jnp.float32)
+    outer = jnp.ones((EXPERTS, 2), jnp.float32)
+    jax.block_until_ready((weights, x, out, outer, r))
+    active = int((jnp.diff(r.offset) > 0).sum())
+    byte_count = active * weights[0].nbytes // EXPERTS + x.nbytes + out.nbytes
+    op = "expert_matmul " + ("gate+up" if gated else "down")
+    case = f"{'nvfp4' if quantized else 'bf16'}, {active} experts hit"
+    rows = []
+    for i in fitting(quantized, weights[0].shape[2], tokens):
+        us = lib.bench_expert_matmul(
+            i, pointers(weights), len(weights), pointer(outer), pointer(x), pointer(r.slot),
+            pointer(r.offset), pointer(out), EXPERTS, weights[0].shape[1], k, TOP_K, int(gated), 9,
+        )  # fmt: skip
+        rows.append(row(op, case, tokens, checked(us), byte_count, copy, f"v{i}"))
+    return rows
+
+
+# --- attention ------------------------------------------------------------------------------
+
+
+def random_pages(quantized: bool, pages: int, seed) -> jax.Array:
+    size, key = kv_pages.unit_bytes(HEAD, quantized), jax.random.key(seed)
+    if not quantized:
+        values = jax.random.normal(key, (pages, KV_HEADS, 2, size // 2), jnp.bfloat16)
+        return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(pages, KV_HEADS, 2, size)
+    data = jax.random.bits(key, (pages, KV_HEADS, 2, size), jnp.uint8)
+    data = data.at[..., 32 * HEAD : 36 * HEAD].set(64 + (data[..., 32 * HEAD : 36 * HEAD] & 15))
+    return data.at[..., 36 * HEAD :].set(125 + (data[..., 36 * HEAD :] & 3))
+
+
+def time_attention(lib, copy: float) -> list[dict]:
+    rows = []
+    draw = jax.jit(random_pages, static_argnums=(0, 1))
+    for batch, context in CONTEXTS:
+        for quantized in (False, True):
+            count, large = batch * context // kv_pages.PAGE, batch * context > 2**17
+            sets = (2 if large else 6) if quantized else (1 if large else 2)
+            pools = [draw(quantized, count, seed) for seed in range(sets)]
+            rows += _time_pages(lib, copy, pools, quantized, batch, context)
+            del pools
+    return rows
+
+
+def _time_pages(lib, copy, pools, quantized, batch, context) -> list[dict]:
+    max_pages = context // kv_pages.PAGE
+    table = jax.random.permutation(jax.random.key(2), batch * max_pages).astype(jnp.int32)
+    lengths = jnp.full(batch, context, jnp.int32)
+    q = jax.random.normal(jax.random.key(3), (batch, KV_HEADS * GROUP, HEAD), jnp.bfloat16)
+    chosen = ka.HOPPER_VARIANTS[quantized, HEAD]
+    variants = chosen if FLAGS.all else chosen[:1]
+    slots = max(w for _, w in chosen) * ka.BLOCKS + batch * KV_HEADS
+    out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))
+    jax.block_until_ready((pools, table, lengths, q, out, partial))
+    sums = ctypes.c_void_p(partial.unsafe_buffer_pointer() + slots * 8 * HEAD * 4)
+    rows = []
+    for i, warps in variants:
+        us = lib.bench_paged_attention(
+            i, pointers(pools), len(pools), pointer(table), pointer(lengths), pointer(q),
+            pointer(out), pointer(partial), sums, batch, KV_HEADS, GROUP, max_pages,
+            warps * ka.BLOCKS, ctypes.c_float(HEAD**-0.5), 9,
+        )  # fmt: skip
+        case = f"{'nvfp4' if quantized else 'bf16'} pages, {batch} x {context}"
+        byte_count = pools[0].nbytes + q.nbytes + out.nbytes
+        rows.append(row("paged_attention", case, batch, checked(us), byte_count, copy, f"v{i}"))
+    return rows
+
+
+# --- quantizer -------------------------------------------------------------------------------
+
+
+def time_quantize(lib, copy: float) -> list[dict]:
+    rows = []
+    for count, width in ((131072, HIDDEN), (262144, FF)):
+        xs = [jax.random.normal(jax.random.key(i), (count, width), jnp.bfloat16) for i in range(2)]
+        out = [jnp.zeros(count * width // n, jnp.uint8) for n in (2, 16, 8)]
+        outer = jnp.zeros(count, jnp.float32)
+        jax.block_until_ready((xs, out, outer))
+        us = lib.bench_quantize(
+            pointers(xs), len(xs), pointer(out[0]), pointer(out[1]), pointer(outer),
+            pointer(out[2]), count, width, 9,
+        )  # fmt: skip
+        byte_count = xs[0].nbytes + sum(o.nbytes for o in out) + outer.nbytes
+        case = f"nvfp4 and bits, width {width}"
+        rows.append(row("quantize", case, count, checked(us), byte_count, copy, "v0"))
+    return rows
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+def add_ratios(rows: list[dict]) -> None:
+    """ratio_to_bf16: time of the fastest BF16 kernel of the same op and size over this one's."""
+
+    def key(r):
+        return r["op"], r["tokens"], r["case"].split(", ", 1)[1]
+
+    best = {}
+    for r in rows:
+        if r["case"].startswith("bf16"):
+            best[key(r)] = min(r["us"], best.get(key(r), r["us"]))
+    for r in rows:
+        if key(r) in best:
+            r["ratio_to_bf16"] = round(best[key(r)] / r["us"], 3)
+
+
+def layer_rows(rows: list[dict]) -> list[dict]:
+    """Gate+up and down together: the expert products of one layer, the fastest kernels."""
+    total = []
+    for kind in ("bf16", "nvfp4"):
+        for tokens in TOKENS:
+            parts = [
+                min(
+                    (r for r in rows if r["op"] == f"expert_matmul {op}"
+                     and r["tokens"] == tokens and r["case"].startswith(kind)),
+                    key=lambda r: r["us"],
+                )
+                for op in ("gate+up", "down")
+            ]  # fmt: skip
+            us = sum(p["us"] for p in parts)
+            share = sum(p["us"] * p["share_of_copy"] for p in parts) / us
+            total.append(dict(
+                parts[0], op="expert_matmul layer", us=round(us, 2), share_of_copy=round(share, 4),
+                kernel="+".join(p["kernel"] for p in parts),
+            ))  # fmt: skip
+    return total
+
+
+def header(copy: float) -> dict:
+    ask = ["git", "describe", "--always", "--dirty"]
+    commit = FLAGS.commit or subprocess.run(ask, capture_output=True, text=True, cwd=HERE).stdout
+    return dict(
+        hardware=jax.devices()[0].device_kind, jax=jax.__version__, commit=commit.strip(),
+        command="python -m benchmarks.kernels" + (" --all" if FLAGS.all else ""),
+        copy_tb_s=round(copy / 1e6, 3), routing_skew=ROUTING_SKEW,
+    )  # fmt: skip
+
+
+def main(argv):
+    del argv
+    reason = cuda_build.hopper_refusal()
+    if reason:
+        raise app.UsageError(f"benchmarks.kernels: {reason}")
+    experts = library("expert_matmul")
+    copy = copy_bandwidth(experts)
+    rows = time_experts(experts, copy)
+    rows += layer_rows(rows)
+    rows += time_attention(library("paged_attention"), copy)
+    rows += time_quantize(library("quantize"), copy)
+    add_ratios(rows)
+    out = pathlib.Path(FLAGS.out)
+    out.write_text(json.dumps(dict(header=header(copy), rows=rows), indent=1) + "\n")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    app.run(main)
