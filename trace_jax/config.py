@@ -47,7 +47,7 @@ class WarmupConfig:
     steps: int = 0
     batch_size: int = 256
     learning_rate: float = 3e-3
-    init_from: str = ""  # run directory whose checkpoint replaces the warm start
+    init_from: str = ""  # run folder whose warm start is taken over
 
 
 @dataclasses.dataclass(frozen=True)

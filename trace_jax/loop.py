@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trace_jax import fp4, model, modes, sync
+from trace_jax.audit import first_rows
 from trace_jax.checkpoint import Checkpointer
 from trace_jax.config import Config, to_dict
 from trace_jax.evaluate import Evaluator
@@ -37,8 +38,9 @@ class Result:
     """Outcome of `train`."""
 
     params: dict
-    before: dict[str, float]
+    before: dict[str, float]  # held-out accuracy under FP4 inference
     after: dict[str, float]
+    own: dict[str, float]  # after, in the formats that the mode's own rollout uses
     last: dict  # the last iteration's metrics
     checkpoint: Path
     seconds: float
@@ -135,8 +137,12 @@ class Trainer:
         self.actor = Actor(config, self.mode, self.mesh)
         self.learner = Learner(config, self.mode)
         self.evaluate = Evaluator(config, modes.fp4_precision(config), self.mesh)
+        self.evaluate_own = self.evaluate
+        if self.mode.rollout != modes.fp4_precision(config):
+            self.evaluate_own = Evaluator(config, self.mode.rollout, self.mesh)
         self.code_ledger = jax.jit(code_ledger)
         self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
+        self.audits = Checkpointer(self.workdir / "audit", 1)
         planned = model.planned_layers(config.model, self.mode.trainer, self.mode.plan)
         plan = dataclasses.replace(self.mode.plan, sites=tuple(planned))
         self.bytes_per_token = fp4.guidance_bytes_per_token(config.model, plan)
@@ -162,6 +168,26 @@ class Trainer:
         """(step, state, evaluation before RL) of the newest checkpoint."""
         state, metadata = self.checkpoints.restore(None, like)
         return metadata["step"], state, metadata["before"]
+
+    # --- the recorded rollout of experiments.audit ---
+
+    def record_audit(self, step: int, train: TrainState) -> None:
+        """Saves a few sequences sampled by the policy of checkpoint `step`."""
+        params = self.actor.sync(train.params)
+        rollout = self.actor.generate(params, self.actor.prompts(step), step, train.version)
+        self.audits.save(step, first_rows(rollout, self.config.ledger.audit_rows), {})
+
+    def load_audit(self) -> Rollout:
+        train = jax.eval_shape(lambda: new_state(self.fresh_params(), self.learner.tx))
+        prompts = self.actor.prompts(0)
+
+        def sampled(params):
+            keys = jax.random.split(jax.random.key(0), self.config.rows)
+            rollout = self.actor.engine(params, prompts.tokens, prompts.lengths, keys)
+            return first_rows(rollout, self.config.ledger.audit_rows)
+
+        like = jax.eval_shape(lambda p: sampled(self.actor.sync(p)), train.params)
+        return self.audits.restore(None, like)[0]
 
     # --- one iteration -------------------------------------------------------------
 
@@ -241,9 +267,11 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
     """Parameters after the supervised warm start (FP32); resumes from its own checkpoint."""
     config, w = trainer.config, trainer.config.warmup
     warm = WarmStart(config)
-    saved = Checkpointer(trainer.workdir / "warmup", 1)
     problems, tokenizer = trainer.actor.problems, trainer.actor.tokenizer
     state, first = shard_params(warm.init(trainer.fresh_params()), trainer.mesh), 0
+    if w.init_from:
+        return Checkpointer(Path(w.init_from) / "warmup", 1).restore(None, state)[0].params
+    saved = Checkpointer(trainer.workdir / "warmup", 1)
     if saved.latest_step() is not None:
         state, metadata = saved.restore(None, state)
         first = metadata["step"]
@@ -283,22 +311,21 @@ def train(
     begun = time.perf_counter()
     trainer = Trainer(config, workdir)
     create_run_dir(trainer.workdir, to_dict(config), resume)
-    first, before = 0, None
     if trainer.checkpoints.latest_step() is not None:
         first, state, before = trainer.restore(trainer.start(trainer.fresh_params()))
     else:
-        params = warm_start(trainer, stream) if params is None else params
-        state = trainer.start(params)
-        before = trainer.evaluate(state["train"].params)
+        state = trainer.start(warm_start(trainer, stream) if params is None else params)
+        first, before = 0, trainer.evaluate(state["train"].params)
+        trainer.save(0, state, before)
     state, last = _loop(trainer, state, first, before, stream)
-    after = trainer.evaluate(state["train"].params)
-    steps = config.rl.steps
-    path = trainer.checkpoints.directory / str(steps)
-    if trainer.checkpoints.latest_step() != steps:
-        path = trainer.save(steps, state, before)
-    return Result(
-        state["train"].params, before, after, last, path, time.perf_counter() - begun
-    )
+    final = state["train"]
+    trainer.record_audit(config.rl.steps, final)
+    after = trainer.evaluate(final.params)
+    own = after
+    if trainer.evaluate_own is not trainer.evaluate:
+        own = trainer.evaluate_own(final.params)
+    path = trainer.checkpoints.directory / str(config.rl.steps)
+    return Result(final.params, before, after, own, last, path, time.perf_counter() - begun)
 
 
 def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):

@@ -44,14 +44,15 @@ class ModelConfig:
         checks = (
             (
                 self.num_heads % max(self.num_kv_heads, 1) == 0,
-                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}",
+                f"num_heads is {self.num_heads}; write a multiple of num_kv_heads "
+                f"({self.num_kv_heads})",
             ),
             (self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even (rotary pairs)"),
             (
                 self.num_experts == 0 or 1 <= self.top_k <= self.num_experts,
                 f"top_k is {self.top_k}; write 1 to num_experts ({self.num_experts})",
             ),
-            (self.num_experts > 0 or self.top_k == 0, "a dense model (num_experts 0) takes top_k 0"),
+            (self.num_experts > 0 or self.top_k == 0, "num_experts is 0 (dense); write top_k 0"),
         )
         for name in ("vocab_size", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:

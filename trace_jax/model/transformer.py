@@ -85,7 +85,8 @@ def numerics(
     layers = []
     for i, formats_ in enumerate(precision):
         here = tuple(site for site, chosen in planned.items() if i in chosen)
-        layers.append(LayerSpec(formats_, here if guide else (), here if record else (), audit_rows))
+        spec = LayerSpec(formats_, here if guide else (), here if record else (), audit_rows)
+        layers.append(spec)
     return Numerics(tuple(layers), plan)
 
 
@@ -231,17 +232,15 @@ def apply(
     runs = precision_runs(tuple(spec.precision for spec in numerics.layers))
     caches = None if cache is None else [[] for _ in runs]
     slots = _guidance_slots(numerics)
+    noise_keys = None if noise_key is None else jax.random.split(noise_key, config.num_layers)
     for start, stop, spec in segments(numerics.layers):
         run, cut = _cut(runs, start, stop)
-        stacks = params["layers"]  # one stack, or one a precision run (see sync.py)
         inputs = (
-            jax.tree.map(lambda a: a[start:stop], stacks)
-            if isinstance(stacks, dict)
-            else jax.tree.map(cut, stacks[run]),
+            _layer_params(params["layers"], run, cut, start, stop),
             None if cache is None else jax.tree.map(cut, cache[run]),
             None if routes is None else routes[start:stop],
             _stored(guidance, slots, start, stop, spec),
-            None if noise_key is None else jax.random.split(noise_key, config.num_layers)[start:stop],
+            None if noise_keys is None else noise_keys[start:stop],
         )
         body = lambda carry, inputs, spec=spec: step(spec, carry, inputs)
         body = jax.checkpoint(body, prevent_cse=False) if remat else body
@@ -262,6 +261,13 @@ def _cut(runs, start, stop):
     run = next(i for i, (first, last, _) in enumerate(runs) if first <= start < last)
     first = runs[run][0]
     return run, lambda a: a[start - first : stop - first]
+
+
+def _layer_params(layers, run, cut, start, stop):
+    """Parameters of layers start..stop from one stack, or from one a precision run (sync.py)."""
+    if isinstance(layers, dict):
+        return jax.tree.map(lambda a: a[start:stop], layers)
+    return jax.tree.map(cut, layers[run])
 
 
 def _final_norm(config, params, x):

@@ -31,5 +31,6 @@ def param_spec(path, shape: tuple[int, ...], mesh: Mesh) -> P:
     """
     name = path_name(path)
     axes = next(axes for pattern, axes in PARAM_RULES if re.search(pattern, name))
-    axes = axes[: len(shape)]
-    return P(*(a if a and n % mesh.shape[a] == 0 else None for a, n in zip(axes, shape, strict=False)))
+    fits = lambda axis, size: axis is not None and size % mesh.shape[axis] == 0
+    pairs = zip(axes, shape[: len(axes)], strict=True)
+    return P(*(axis if fits(axis, size) else None for axis, size in pairs))

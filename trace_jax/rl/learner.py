@@ -101,7 +101,7 @@ def apply_gradients(state: TrainState, grads, tx) -> tuple[TrainState, dict]:
 
 
 def response_window(x: jax.Array, prompt_length: jax.Array, width: int) -> jax.Array:
-    """x [N, S, ...] at the response positions: [N, width, ...]; what lies beyond S repeats its end."""
+    """x [N, S, ...] at the response positions: [N, width, ...]; beyond S its end repeats."""
     at = prompt_length[:, None] + jnp.arange(width)[None]
     at = jnp.minimum(at, x.shape[1] - 1)
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)

@@ -11,7 +11,8 @@ def request_keys(seed: int, iteration, prompts: jax.Array, samples: jax.Array) -
     alone or in any batch.
     """
     base = jax.random.fold_in(jax.random.key(seed), iteration)
-    return jax.vmap(lambda p, s: jax.random.fold_in(jax.random.fold_in(base, p), s))(prompts, samples)
+    key = lambda prompt, sample: jax.random.fold_in(jax.random.fold_in(base, prompt), sample)
+    return jax.vmap(key)(prompts, samples)
 
 
 def sample(logits: jax.Array, keys: jax.Array, positions: jax.Array, temperature: float):

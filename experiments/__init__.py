@@ -1,0 +1,1 @@
+"""Commands: train, quickstart, compare, audit, and the studies."""

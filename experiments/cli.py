@@ -1,0 +1,66 @@
+"""What every command shares: one clear line for an error, JSON as the last line."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import app, flags
+
+from trace_jax.checkpoint import CheckpointError
+from trace_jax.loop import Result, TrainingStopped
+
+STOPPED = 130  # as a shell reports a command ended by Ctrl-C
+REFUSED = 2
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs `main` under absl flags; expected errors become one line and an exit code."""
+
+    def guarded(argv):
+        if len(argv) > 1:
+            text = f"unexpected argument {argv[1]!r}; settings are written --config.key=value"
+            _end(text, REFUSED)
+        try:
+            main()
+        except TrainingStopped as stop:
+            _end(str(stop), STOPPED)
+        except (ValueError, CheckpointError, OSError) as error:
+            _end(f"error: {error}", REFUSED)
+
+    app.run(guarded, flags_parser=_parse)
+
+
+def _parse(argv):
+    """absl's parser, with a bad setting as one line in place of a traceback."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        text = " ".join(str(error).split())
+        _end(f"error: {text}", REFUSED)
+
+
+def _end(message: str, code: int):
+    print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+def summary(result: Result, report: Path | None) -> dict:
+    """The JSON line of a finished run."""
+    last = result.last
+    return {
+        "accuracy_before": round(result.before["accuracy"], 4),
+        "accuracy_after": round(result.after["accuracy"], 4),
+        "accuracy_own": round(result.own["accuracy"], 4),
+        "mean_abs_logprob_gap": last.get("mismatch/gap_mean"),
+        "kl_k3": last.get("mismatch/k3"),
+        "code_agreement": last.get("agreement/mean"),
+        "guidance_bytes_per_token": last.get("guidance/bytes_per_token"),
+        "seconds": round(result.seconds, 1),
+        "report": str(report) if report else None,
+        "checkpoint": str(result.checkpoint),
+    }
+
+
+def print_json(value: dict) -> None:
+    print(json.dumps(value), flush=True)
