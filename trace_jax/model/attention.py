@@ -8,7 +8,7 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import Format, formats
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, rotary
+from trace_jax.model.layers import Linear, RMSNorm, rotary, rounded
 from trace_jax.model.sites import Sites
 
 
@@ -75,9 +75,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     k, v = jnp.where(used, k, 0), jnp.where(used, v, 0)
     scores = jnp.einsum("bsgqd,btgd->bgqst", q, k, preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores * dim**-0.5, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    weights = rounded(jax.nn.softmax(scores, axis=-1), v.dtype)
     out = jnp.einsum("bgqst,btgd->bsgqd", weights, v, preferred_element_type=jnp.float32)
-    return out.reshape(batch, length, heads * dim).astype(q.dtype)
+    return rounded(out.reshape(batch, length, heads * dim), q.dtype)
 
 
 class Attention(nn.Module):

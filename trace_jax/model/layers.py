@@ -6,9 +6,18 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, unscaled
+from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, formats, unscaled
 
 Dtype = jnp.bfloat16  # of activations and of weights in use; masters are FP32
+
+
+def rounded(x: jax.Array, dtype=Dtype) -> jax.Array:
+    """`x` in `dtype`, rounded in every program.
+
+    XLA drops a cast to BF16 that meets a cast back, depending on what it fuses: decode
+    and training would then round at different places and their logits be 1 % apart.
+    """
+    return formats.fp32_source(x, dtype).astype(dtype)
 
 
 def normal_init(fan_in: int):
@@ -26,7 +35,7 @@ class RMSNorm(nn.Module):
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
         weight = jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
-        return (x32 * jax.lax.rsqrt(variance + self.eps) * weight).astype(x.dtype)
+        return rounded(x32 * jax.lax.rsqrt(variance + self.eps) * weight, x.dtype)
 
 
 class Linear(nn.Module):
@@ -41,10 +50,10 @@ class Linear(nn.Module):
         y = jnp.einsum(
             "...k,nk->...n",
             x.astype(Dtype),
-            weight.astype(Dtype),
+            rounded(weight),
             preferred_element_type=jnp.float32,
         )
-        return y.astype(Dtype)
+        return rounded(y)
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
@@ -54,7 +63,7 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     angle = positions[..., None, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return rounded(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype)
 
 
 class ExpertWeight(NamedTuple):
@@ -78,7 +87,7 @@ def expert_weight(weight, fmt: Format | None) -> ExpertWeight:
         return weight
     if isinstance(weight, QTensor):
         return ExpertWeight(unscaled(weight), weight.outer)
-    weight = weight.astype(Dtype)
+    weight = rounded(weight)
     if fmt is None:
         return ExpertWeight(weight, None)
     values, outer = fake_quant_unscaled(weight, fmt, outer_axes=(1, 2))

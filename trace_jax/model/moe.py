@@ -16,7 +16,7 @@ from trace_jax.kernels.grouped_matmul import (
     tokens_to_rows,
 )
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Dtype, ExpertWeight, expert_weight
+from trace_jax.model.layers import ExpertWeight, expert_weight, rounded
 from trace_jax.model.sites import Sites
 
 NOT_RECORDED = -1  # expert id of a token whose route was not recorded
@@ -105,12 +105,12 @@ class MoE(nn.Module):
         groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
         rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
         gate, up = jnp.split(_product(rows, gate_up, groups), 2, axis=-1)
-        mid = sites.perturb("expert_mid", (jax.nn.silu(gate) * up).astype(Dtype))
+        mid = sites.perturb("expert_mid", rounded(jax.nn.silu(gate) * up))
         if precision.expert_mid is not None:
             mid = self._quantize_mid(mid, ids, routes, groups, sites)
         y = rows_to_slots(_product(mid, down, groups), groups)
         y = jnp.sum(y * gates[..., None], axis=1)
-        return y.reshape(x.shape).astype(Dtype)
+        return rounded(y.reshape(x.shape))
 
     def _quantize_mid(self, mid, ids, routes, groups: Groups, sites: Sites):
         """Quantizes rows [rows, expert_dim]; guidance and records are by slot."""
