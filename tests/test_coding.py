@@ -42,7 +42,6 @@ ROW = {
 
 
 def problem_of(tests, names=("f",), **more):
-    more.setdefault("limits", Limits(wall=5, cpu=5))
     return Problem(0, "write f", "unused", "mine", CodeTests(tests, names, **more))
 
 
@@ -284,9 +283,18 @@ def test_difficulty_is_the_number_of_steps_and_none_is_idle(difficulty):
         assert len(shown) == 4
         space = {}
         exec(problem.answer, space)
-        assert all(eval(line.replace(" = ", " == "), space) for line in shown)
+        assert _holds(shown, space)
+        head, *steps, end = problem.answer.split("\n")
+        for idle in range(difficulty):
+            fewer = {}
+            exec("\n".join([head, *steps[:idle], *steps[idle + 1 :], end]), fewer)
+            assert not _holds(shown, fewer), problem
     problem = problems.problem(0)
     assert reward(problem, problem.answer) == 1.0
+
+
+def _holds(shown, space):
+    return all(eval(line.replace(" = ", " == "), space) for line in shown)
 
 
 @isolated

@@ -57,7 +57,7 @@ class ExamplePrograms:
             made = self._make(random.Random(place))
             if made and split_of(made[0]) == self.split:
                 prompt, answer, tests = made
-                scorer = CodeTests(tests, ("f",), limits=Limits(wall=4.0, cpu=2))
+                scorer = CodeTests(tests, ("f",), limits=Limits(cpu=2))
                 return Problem(i, prompt, answer, f"examples_{self.difficulty}", scorer)
         raise ValueError(f"no program of {self.difficulty} steps was found: ask for fewer")
 

@@ -39,7 +39,7 @@ class SandboxUnavailable(SandboxError):
 class Limits:
     """What one program may use: seconds of CPU a process and of wall time, bytes, processes."""
 
-    wall: float = 5.0
+    wall: float = 10.0  # larger than cpu: a busy machine must not fail a right program
     cpu: int = 5
     memory: int = 256 << 20
     processes: int = 8
