@@ -38,11 +38,11 @@ def get_config():
     )
     config.task.max_prompt = 24
     config.task.max_response = 10
-    config.warmup.steps = 240
+    config.warmup.steps = 200
     config.warmup.batch_size = 128
     config.warmup.learning_rate = 3e-3
-    config.rl.steps = 60
-    config.rl.prompts_per_step = 64
+    config.rl.steps = 100
+    config.rl.prompts_per_step = 32
     config.rl.samples = 8
     config.rl.balance_coef = 0.01
     config.optim.learning_rate = 3e-4

@@ -1,6 +1,7 @@
 """What every command shares: one clear line for an error, JSON as the last line."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ def run(main: Callable[[], None]) -> None:
     """Runs `main` under absl flags; expected errors become one line and an exit code."""
 
     def guarded(argv):
+        logging.getLogger().setLevel(logging.WARNING)  # absl's default shows libraries' chatter
         if len(argv) > 1:
             text = f"unexpected argument {argv[1]!r}; settings are written --config.key=value"
             _end(text, REFUSED)

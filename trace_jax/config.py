@@ -15,9 +15,10 @@ from typing import Any
 import ml_collections
 
 from trace_jax.fp4 import FORMATS, GuidancePlan, PrecisionPolicy, Rule, select_layers
-from trace_jax.model import ModelConfig
+from trace_jax.model import ModelConfig, planned_layers
 from trace_jax.rl.corrections import KINDS
 from trace_jax.rl.losses import ALGORITHMS
+from trace_jax.tasks import ByteTokenizer
 
 MODES = ("bf16", "naive", "post_hoc", "qat", "w4a16", "trace")
 
@@ -304,6 +305,9 @@ def _validate(c: Config) -> None:
     for path in _ABOVE_ZERO:
         extra = " (temperature 0 is for evaluation)" if path == "rollout.temperature" else ""
         require(get(path) > 0, f"{path} is {get(path)}; write a number above 0{extra}")
+    for name in ("seed", "data_seed"):
+        value = getattr(c, name)
+        require(0 <= value < 2**31, f"{name} is {value}; write a number from 0 to {2**31 - 1}")
     _choice("mode", c.mode, MODES)
     _choice("rl.algorithm", c.rl.algorithm, tuple(ALGORITHMS))
     _choice("rl.correction", c.rl.correction, KINDS)
@@ -337,7 +341,19 @@ def _validate(c: Config) -> None:
         c.ledger.audit_rows <= c.rows,
         f"ledger.audit_rows is {c.ledger.audit_rows}; write at most the {c.rows} rows of a rollout",
     )
+    for row in c.task.datasets:
+        require(
+            _is_dataset(row),
+            f"task.datasets has the row {row!r}; write (name, weight, ((parameter, value), ...))",
+        )
     _validate_numerics(c)
+
+
+def _is_dataset(row) -> bool:
+    if not (isinstance(row, tuple) and len(row) == 3 and isinstance(row[2], tuple)):
+        return False
+    pairs = all(isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in row[2])
+    return isinstance(row[0], str) and isinstance(row[1], int | float) and pairs
 
 
 def _validate_numerics(c: Config) -> None:
@@ -345,19 +361,50 @@ def _validate_numerics(c: Config) -> None:
     try:
         select_layers(c.guidance.layers, layers)
         plan = c.guidance.plan()
-        c.fp4_policy().resolve(layers)
+        precision = c.fp4_policy().resolve(layers)
     except ValueError as error:
         raise ConfigError(f"config: {error}") from error
-    if c.mode == "trace" and "expert_mid" in plan.sites and c.model.num_experts:
+    require(
+        c.model.full_attention_every == 1,
+        f"model.full_attention_every is {c.model.full_attention_every}; write 1, other values "
+        "cannot be run yet",
+    )
+    require(
+        c.model.vocab_size >= ByteTokenizer.vocab_size,
+        f"model.vocab_size is {c.model.vocab_size}; write {ByteTokenizer.vocab_size} or more, "
+        "the byte tokenizer's ids",
+    )
+    if c.mode == "trace":
+        _validate_plan(c, plan, planned_layers(c.model, precision, plan), precision)
+    axes = [getattr(c.mesh, f.name) for f in dataclasses.fields(c.mesh)]
+    require(
+        axes.count(-1) <= 1 and all(a == -1 or a >= 1 for a in axes),
+        f"mesh axes are {axes}; write sizes of 1 or more, at most one of them -1",
+    )
+
+
+def _validate_plan(c: Config, plan: GuidancePlan, planned: dict, precision) -> None:
+    """`planned`: {site: layers} that the plan chooses and the precision quantizes."""
+    if "expert_mid" in plan.sites and c.model.num_experts:
         require(
             c.rl.routing_replay,
             "guidance.sites has expert_mid, which lines up with the rollout's experts only; "
             "write rl.routing_replay=True",
         )
-    axes = [getattr(c.mesh, f.name) for f in dataclasses.fields(c.mesh)]
     require(
-        axes.count(-1) <= 1 and all(a == -1 or a >= 1 for a in axes),
-        f"mesh axes are {axes}; write sizes of 1 or more, at most one of them -1",
+        bool(planned) or not select_layers(plan.layers, c.model.num_layers),
+        f"guidance.sites {plan.sites} are quantized in none of guidance.layers {plan.layers!r}; "
+        "write sites and layers that precision.* keeps in FP4, or mode='qat'",
+    )
+    vague = [
+        site
+        for site, layers in planned.items()
+        if any(getattr(precision[i], site).scale_rule == "four_over_six" for i in layers)
+    ]
+    require(
+        plan.scale_bits == 8 or not vague,
+        f"guidance.scale_bits is {plan.scale_bits}, which cannot tell the two scales of 4-over-6 "
+        f"apart ({', '.join(vague)}); write 8, or 'nvfp4' as the format",
     )
 
 

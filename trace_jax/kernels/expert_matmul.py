@@ -19,6 +19,7 @@ Contract of `expert_matmul`, for every version:
   the row; the result is FP32 in slot order.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from flax import struct
 
 from trace_jax.fp4 import formats
 from trace_jax.fp4.qtensor import QTensor
-from trace_jax.kernels import cuda_build, dispatch
+from trace_jax.kernels import cuda_build, dispatch, expert_matmul_tpu
 
 Activation = Literal["silu", "clamped_swiglu"]
 _EPILOGUE = {None: 0, "silu": 1, "clamped_swiglu": 2}
@@ -54,10 +55,13 @@ class ExpertWeights:
     """Weights of all experts in the kernel's own layout; made once a weight sync.
 
     Attributes:
-      data: uint8 [experts, tiles, chunks, bytes]; see `lay_out`.
+      data: uint8. Layout "hopper": [experts, tiles, chunks, bytes], codes and scales.
+        Layout "tpu": codes [experts, parts, K/2, N], parts = gate and up or one.
+      scales: None, or with layout "tpu" the block scales (E5M3) [experts, parts, K/16, N].
       outer: FP32 [experts, 2], outer scale of a tile's first and second 8 outputs
         (gate and up, or twice the same).
       quantized, gated, k: static: NVFP4 or BF16; gate and up or plain; contraction length.
+      layout: static, "hopper" or "tpu".
     """
 
     data: jax.Array
@@ -65,10 +69,14 @@ class ExpertWeights:
     quantized: bool = struct.field(pytree_node=False)
     gated: bool = struct.field(pytree_node=False)
     k: int = struct.field(pytree_node=False)
+    scales: jax.Array | None = None
+    layout: str = struct.field(pytree_node=False, default="hopper")
 
     @property
     def outputs(self) -> int:
         """Width of the result: F for gated weights, N for plain ones."""
+        if self.layout == "tpu":
+            return self.data.shape[-1]
         return self.data.shape[1] * (8 if self.gated else 16)
 
 
@@ -186,23 +194,32 @@ def _check_rows(rows: int, multiple: int) -> None:
         raise ValueError(f"expert weights: {rows} outputs; give a multiple of {multiple}")
 
 
-def lay_out(weight: QTensor | jax.Array, up: QTensor | jax.Array | None = None) -> ExpertWeights:
+def lay_out(
+    weight: QTensor | jax.Array, up: QTensor | jax.Array | None = None, layout: str = "auto"
+) -> ExpertWeights:
     """The kernel's layout of expert weights [experts, N, K], K contracted.
 
     Args:
       weight: NVFP4 `QTensor` with one outer scale an expert, or a BF16 array; the gate's
         weights when `up` is given.
       up: the up projection's weights, of the same kind and shape: makes gated weights.
+      layout: "hopper", "tpu" (NVFP4 only), or "auto": "tpu" on a TPU, else "hopper".
 
     Raises:
       ValueError: outputs that are no multiple of 16 (gated: 8), K above 4096 or no multiple
         of 16, another format, or outer scales that are not one an expert.
     """
+    if layout == "auto":
+        layout = "tpu" if dispatch.platform() == "tpu" else "hopper"
+    if layout not in ("hopper", "tpu"):
+        raise ValueError(f"expert weights: no layout {layout!r}; write auto, hopper or tpu")
     _check_rows(weight.shape[1], 16 if up is None else 8)
     k, gated = weight.shape[-1], up is not None
     if k % 16:
         raise ValueError(f"expert weights: K is {k}; the layout takes multiples of 16")
     if not isinstance(weight, QTensor):
+        if layout == "tpu":
+            raise ValueError("expert weights: layout 'tpu' takes NVFP4, not BF16")
         outer = jnp.ones((weight.shape[0], 2), jnp.float32)
         return ExpertWeights(_lay_out_bf16(_tiled(weight, up)), outer, False, gated, k)
     both = [weight, weight if up is None else up]
@@ -212,9 +229,16 @@ def lay_out(weight: QTensor | jax.Array, up: QTensor | jax.Array | None = None) 
         if q.outer.size != q.packed.shape[0]:
             raise ValueError(f"expert weights: {q.outer.size} outer scales; give one an expert")
     packed = [without_zero_scales(q.packed, q.block_scale, 8) for q in both]
+    outer = jnp.stack([_seen(q) for q in both], axis=-1)
+    if layout == "tpu":
+        parts = 2 if gated else 1
+        data, scales = expert_matmul_tpu.lay_out_nvfp4(
+            jnp.stack(packed[:parts], axis=1),
+            to_e5m3(jnp.stack([q.block_scale for q in both[:parts]], axis=1)),
+        )
+        return ExpertWeights(data, outer, True, gated, k, scales, "tpu")
     codes = _tiled(packed[0], packed[1] if gated else None)
     scales = _tiled(weight.block_scale, up.block_scale if gated else None)
-    outer = jnp.stack([_seen(q) for q in both], axis=-1)
     return ExpertWeights(_lay_out_nvfp4(codes, scales), outer, True, gated, k)
 
 
@@ -227,6 +251,8 @@ def _seen(q: QTensor) -> jax.Array:
 def decode_layout(weights: ExpertWeights) -> jax.Array:
     """FP32 [experts, 2 F or N, K] without outer scales, from the layout: for tests and the
     reference. Gated: gate rows, then up rows."""
+    if weights.layout == "tpu":
+        return _decode_tpu_layout(weights)
     e, tiles, chunks, _ = weights.data.shape
     if weights.quantized:
         words = jax.lax.bitcast_convert_type(
@@ -234,8 +260,7 @@ def decode_layout(weights: ExpertWeights) -> jax.Array:
         )
         value = _decode_words(words)  # e, tile, chunk, g, t, half, word, 8
         scale = weights.data[..., 512:].reshape(e, tiles, chunks, 8, 4, 2, 1, 1)
-        bits = (scale.astype(jnp.uint32) + ((127 - 10) << 3)) << 20
-        value = value * jax.lax.bitcast_convert_type(bits, jnp.float32)
+        value = value * _scale_values(scale)
         value = value.transpose(0, 1, 5, 3, 2, 4, 6, 7)
     else:
         parts = weights.data.reshape(e, tiles, chunks, 4, 8, 4, 2, 2, 2, 2)
@@ -245,6 +270,19 @@ def decode_layout(weights: ExpertWeights) -> jax.Array:
     if weights.gated:
         value = value.transpose(0, 2, 1, 3, 4)
     return value.reshape(e, -1, weights.k)
+
+
+def _scale_values(e5m3: jax.Array) -> jax.Array:
+    """FP32 values of E5M3 bytes."""
+    bits = (e5m3.astype(jnp.uint32) + ((127 - 10) << 3)) << 20
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _decode_tpu_layout(weights: ExpertWeights) -> jax.Array:
+    codes = formats.unpack(weights.data.swapaxes(-1, -2))  # experts, parts, N, K
+    blocks = formats.decode_e2m1(codes).reshape(*codes.shape[:-1], -1, 16)
+    value = blocks * _scale_values(weights.scales.swapaxes(-1, -2))[..., None]
+    return value.reshape(codes.shape[0], -1, codes.shape[-1])
 
 
 def _decode_words(words: jax.Array) -> jax.Array:
@@ -311,10 +349,47 @@ def _hopper(x, weights, routing, x_outer, activation, variant=None):
     )  # fmt: skip
 
 
-VERSIONS = {"reference": _reference, "hopper": _hopper}
+def _tpu(x, weights, routing, x_outer, activation, interpret=False):
+    rows = routing.slot.shape[0]
+    if weights.gated:
+        source = routing.slot // (rows // x.shape[0])
+        x, x_outer = x[source], None if x_outer is None else x_outer[source]
+    activate = None if activation is None else partial(gated_activation, activation=activation)
+    out = expert_matmul_tpu.expert_matmul(
+        x, weights.data, weights.scales, weights.outer, routing.offset, x_outer, activate, interpret
+    )
+    return out if weights.gated else jnp.zeros_like(out).at[routing.slot].set(out)
+
+
+VERSIONS = {
+    "reference": _reference,
+    "hopper": _hopper,
+    "pallas_tpu": _tpu,
+    "pallas_interpret": partial(_tpu, interpret=True),
+}
+
+
+def _pallas_refusal(x, weights) -> str | None:
+    if x.dtype != jnp.bfloat16:
+        return f"it takes BF16 activations, not {x.dtype}"
+    if weights.layout != "tpu":
+        return f"it takes weights in the layout 'tpu', not {weights.layout!r}"
+    if expert_matmul_tpu.block_of(weights.outputs) is None:
+        return f"it takes outputs that are a multiple of 128, not {weights.outputs}"
+    if weights.k % 256:
+        return f"it takes K that is a multiple of 256, not {weights.k}"
+    return None
+
+
+def _tpu_refusal(x, weights) -> str | None:
+    if dispatch.platform() != "tpu":
+        return f"it needs a TPU; the platform is {dispatch.platform()}"
+    return _pallas_refusal(x, weights)
 
 
 def _hopper_refusal(x, weights) -> str | None:
+    if weights.layout != "hopper":
+        return f"it takes weights in the layout 'hopper', not {weights.layout!r}"
     if x.dtype != jnp.bfloat16:
         return f"it takes BF16 activations, not {x.dtype}"
     if weights.data.shape[0] > 512:
@@ -341,7 +416,8 @@ def expert_matmul(
       routing: from `route`.
       x_outer: FP32 [tokens] or [rows], outer scales of x; None if x carries them.
       activation: of gated weights; None for plain ones.
-      version: "auto", "reference" or "hopper".
+      version: "auto", "reference", "hopper", "pallas_tpu", or "pallas_interpret" (the TPU
+        kernel, interpreted: slow, anywhere).
 
     Returns:
       Gated: BF16 [rows, F] in row order. Plain: FP32 [tokens * top_k, N] in slot order.
@@ -360,8 +436,14 @@ def expert_matmul(
         )
     if rows % x.shape[0] or (not weights.gated and x.shape[0] != rows):
         raise ValueError(f"expert_matmul: {x.shape[0]} rows of x do not fit {rows} routed rows")
-    refusals = {"reference": lambda: None, "hopper": lambda: _hopper_refusal(x, weights)}
-    name = dispatch.choose("expert_matmul", version, refusals, {"gpu": ("hopper",)})
+    refusals = {
+        "reference": lambda: None,
+        "hopper": lambda: _hopper_refusal(x, weights),
+        "pallas_tpu": lambda: _tpu_refusal(x, weights),
+        "pallas_interpret": lambda: _pallas_refusal(x, weights),
+    }
+    best = {"gpu": ("hopper",), "tpu": ("pallas_tpu",)}
+    name = dispatch.choose("expert_matmul", version, refusals, best)
     return VERSIONS[name](x, weights, routing, x_outer, activation)
 
 

@@ -10,7 +10,7 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import Format, formats
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, precision_of, rotary
+from trace_jax.model.layers import Linear, RMSNorm, precision_of, rotary, rounded
 from trace_jax.model.sites import Sites
 
 
@@ -99,9 +99,9 @@ def attend(
         sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
         sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    weights = rounded(jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], v.dtype)
     out = product("bgqst,btgd->bsgqd", weights, v)
-    return out.reshape(batch, length, heads * dim).astype(q.dtype)
+    return rounded(out.reshape(batch, length, heads * dim), q.dtype)
 
 
 class Attention(nn.Module):

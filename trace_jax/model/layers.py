@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, unscaled
+from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, formats, unscaled
 from trace_jax.model.config import Yarn
 
 Dtype = jnp.bfloat16  # of activations and of weights in use, by default; masters are FP32
@@ -17,6 +17,15 @@ PLAIN = Yarn()  # no YaRN
 def precision_of(dtype) -> jax.lax.Precision | None:
     """FP32 operands are multiplied as FP32: accelerators would take TF32 or BF16."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+
+def rounded(x: jax.Array, dtype=Dtype) -> jax.Array:
+    """`x` in `dtype`, rounded in every program.
+
+    XLA drops a cast to BF16 that meets a cast back, depending on what it fuses: decode
+    and training would then round at different places and their logits be 1 % apart.
+    """
+    return formats.fp32_source(x, dtype).astype(dtype)
 
 
 def normal_init(fan_in: int):
@@ -34,7 +43,7 @@ class RMSNorm(nn.Module):
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
         weight = jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
-        return (x32 * jax.lax.rsqrt(variance + self.eps) * weight).astype(x.dtype)
+        return rounded(x32 * jax.lax.rsqrt(variance + self.eps) * weight, x.dtype)
 
 
 class Linear(nn.Module):
@@ -51,14 +60,14 @@ class Linear(nn.Module):
         y = jnp.einsum(
             "...k,nk->...n",
             x.astype(self.dtype),
-            weight.astype(self.dtype),
+            rounded(weight, self.dtype),
             preferred_element_type=jnp.float32,
             precision=precision_of(self.dtype),
         )
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             y = y + jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - 1))
-        return y.astype(self.dtype)
+        return rounded(y, self.dtype)
 
 
 def frequencies(half: int, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
@@ -93,7 +102,7 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float, yarn: Yarn = PLAIN)
     if yarn.factor != 1.0:
         cos, sin = cos * yarn.scale, sin * yarn.scale
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return rounded(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype)
 
 
 class ExpertWeight(NamedTuple):
@@ -118,6 +127,6 @@ def expert_weight(weight, fmt: Format | None, dtype=Dtype) -> ExpertWeight:
     if isinstance(weight, QTensor):
         return ExpertWeight(unscaled(weight, dtype), weight.outer)
     if fmt is None:
-        return ExpertWeight(weight.astype(dtype), None)
-    values, outer = fake_quant_unscaled(weight.astype(Dtype), fmt, outer_axes=(1, 2))
+        return ExpertWeight(rounded(weight, dtype), None)
+    values, outer = fake_quant_unscaled(rounded(weight), fmt, outer_axes=(1, 2))
     return ExpertWeight(values.astype(dtype), outer)

@@ -16,7 +16,7 @@ from trace_jax.kernels.grouped_matmul import (
     tokens_to_rows,
 )
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import ExpertWeight, expert_weight
+from trace_jax.model.layers import ExpertWeight, expert_weight, rounded
 from trace_jax.model.sites import Sites
 
 NOT_RECORDED = -1  # expert id of a token whose route was not recorded
@@ -112,12 +112,12 @@ class MoE(nn.Module):
         rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
         gate_up_bias, down_bias = self._biases(experts)
         gate_up = _add_bias(_product(rows, gate_up, groups), gate_up_bias, groups)
-        mid = sites.perturb("expert_mid", swiglu(gate_up, cfg.swiglu_limit).astype(dtype))
+        mid = sites.perturb("expert_mid", rounded(swiglu(gate_up, cfg.swiglu_limit), dtype))
         if precision.expert_mid is not None:
             mid = self._quantize_mid(mid, ids, routes, groups, sites).astype(dtype)
         y = _add_bias(_product(mid, down, groups), down_bias, groups)
         y = jnp.sum(rows_to_slots(y, groups) * gates[..., None], axis=1)
-        return y.reshape(x.shape).astype(dtype)
+        return rounded(y.reshape(x.shape), dtype)
 
     def _biases(self, experts: int):
         """FP32 [experts, 2 x expert_dim] and [experts, hidden], or None."""

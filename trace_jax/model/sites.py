@@ -13,6 +13,7 @@ from flax import struct
 
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, Guide, LayerPrecision, Quantized, SiteGuidance
+from trace_jax.model.layers import rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Sites:
             return x
         key = jax.random.fold_in(self.inputs.noise_key, fp4.SITES.index(site))
         noise = self.inputs.noise * jax.random.normal(key, x.shape, jnp.float32)
-        return (x.astype(jnp.float32) * (1 + noise)).astype(x.dtype)
+        return rounded(x.astype(jnp.float32) * (1 + noise), x.dtype)
 
     def guide(self, site: str, match: jax.Array | None = None) -> Guide | None:
         """Guide of a site with rows [B, S, rows]; `match` [B, S, rows] narrows where to obey."""

@@ -16,7 +16,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.attention import Attention, empty_plane
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of
+from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of, rounded
 from trace_jax.model.moe import MoE
 from trace_jax.model.sites import Codes, LayerSpec, SiteInputs, SiteOutputs, Sites
 
@@ -128,11 +128,15 @@ class DecoderLayer(nn.Module):
         y, cache = Attention(self.config, name="attention")(
             RMSNorm(eps, name="attention_norm")(x), positions, sites, cache, window
         )
-        x = x + y
+        x = _add(x, y)
         y, ids, balance = MoE(self.config, name="moe")(
             RMSNorm(eps, name="moe_norm")(x), valid, sites, routes
         )
-        return x + y, cache, ids, balance
+        return _add(x, y), cache, ids, balance
+
+
+def _add(x, y):
+    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
@@ -210,7 +214,7 @@ def apply(
     if valid is None:
         valid = jnp.ones((batch, length), bool)
     layer = DecoderLayer(config)
-    x = params["embed"].astype(config.dtype)[tokens]
+    x = rounded(params["embed"], config.dtype)[tokens]
     windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
     records, routed, balance = [], [], jnp.float32(0.0)
 
@@ -311,7 +315,7 @@ def _merge(records: list[SiteOutputs]):
 
 def unembedding(params: dict, dtype=Dtype) -> jax.Array:
     """[vocab, hidden] in `dtype`."""
-    return params.get("unembed", params["embed"]).astype(dtype)
+    return rounded(params.get("unembed", params["embed"]), dtype)
 
 
 def logits(params: dict, hidden: jax.Array) -> jax.Array:

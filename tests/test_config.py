@@ -1,0 +1,436 @@
+"""Configuration: what freezes, what is refused, and the line that a refusal prints."""
+
+import copy
+import dataclasses
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_collections
+import pytest
+
+from trace_jax import model
+from trace_jax.config import Config, ConfigError, default, freeze, to_dict
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPE = dict(
+    vocab_size=259,
+    num_layers=4,
+    hidden=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    expert_dim=32,
+    num_experts=4,
+    top_k=2,
+)
+
+
+def config_with(**settings) -> dict:
+    """The default configuration with settings by dotted path, as a plain dict."""
+    config = default(**SHAPE).to_dict()
+    for path, value in settings.items():
+        group, _, key = path.rpartition(".")
+        (config[group] if group else config)[key] = value
+    return config
+
+
+def refusal(**settings) -> str:
+    """The one line by which `freeze` refuses these settings."""
+    with pytest.raises(ConfigError) as caught:
+        freeze(config_with(**settings))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def leaves(kind) -> list[str]:
+    """Dotted paths of the settings whose default has exactly this type."""
+    def walk(tree, prefix):
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            elif type(value) is kind:
+                yield f"{prefix}{key}"
+
+    return list(walk(config_with(), ""))
+
+
+FLOATS, INTS = leaves(float), leaves(int)
+
+
+def test_defaults_freeze_to_the_dataclass_defaults():
+    assert freeze(default(**SHAPE)) == Config(model=model.ModelConfig(**SHAPE))
+
+
+@pytest.mark.parametrize(
+    "path, value, near",
+    [
+        ("rl.stpes", 3, "rl.steps"),
+        ("modle", "trace", "mode"),
+        ("guidance.scale_bit", 2, "guidance.scale_bits"),
+        ("model.num_expert", 2, "model.num_experts"),
+    ],
+)
+def test_unknown_key_names_the_nearest(path, value, near):
+    assert refusal(**{path: value}) == f"unknown config key {path}; did you mean {near}?"
+
+
+def test_unknown_key_without_a_near_one_lists_what_is_known():
+    with pytest.raises(ConfigError, match=r"^unknown config key mesh\.zzz; known: data, fsdp"):
+        freeze({"model": SHAPE, "mesh": {"zzz": 1}})
+
+
+def test_missing_model_shape_is_named():
+    shape = {k: v for k, v in SHAPE.items() if k != "hidden"}
+    with pytest.raises(ConfigError, match=r"^config key model\.hidden is missing"):
+        freeze({"model": shape})
+
+
+@pytest.mark.parametrize("path", INTS)
+def test_integer_settings_refuse_bool_float_and_text(path):
+    for value in (True, 2.0, "2", None):
+        message = refusal(**{path: value})
+        assert message == f"{path} is {value!r}; write a value of type int"
+
+
+@pytest.mark.parametrize("path", FLOATS)
+def test_float_settings_refuse_nan_infinity_bool_and_text(path):
+    """BR-143: lr=nan is refused by us, since ml_collections takes it."""
+    for value in (math.nan, math.inf, -math.inf):
+        assert refusal(**{path: value}) == f"{path} is {value}; write a finite number"
+    for value in (True, "0.5", None):
+        assert refusal(**{path: value}) == f"{path} is {value!r}; write a value of type float"
+
+
+def test_every_float_and_integer_setting_was_tried():
+    assert {"optim.learning_rate", "rollout.temperature", "guidance.fade", "model.norm_eps"} <= set(
+        FLOATS
+    )
+    assert {"seed", "rl.steps", "guidance.bits", "mesh.data", "model.hidden"} <= set(INTS)
+
+
+def test_an_integer_is_taken_for_a_float():
+    config = freeze(config_with(**{"optim.clip_norm": 2, "rl.kl_coef": 0}))
+    assert config.optim.clip_norm == 2.0 and type(config.optim.clip_norm) is float
+    assert type(config.rl.kl_coef) is float
+
+
+def test_a_number_in_place_of_a_group_is_refused():
+    assert refusal(optim=3) == "optim must be a group of settings, not 3"
+
+
+REFUSED = [
+    ({"rl.samples": 1}, "rl.samples is 1; write 2 or more, a group of one has no baseline"),
+    ({"rollout.top_p": 0.9}, "rollout.top_p is 0.9; write 1.0"),
+    (
+        {"rollout.temperature": 0},
+        "rollout.temperature is 0.0; write a number above 0 (temperature 0 is for evaluation)",
+    ),
+    ({"rollout.temperature": -1.0}, "rollout.temperature is -1.0; write a number above 0"),
+    ({"optim.learning_rate": 0.0}, "optim.learning_rate is 0.0; write a number above 0"),
+    ({"optim.b2": 1.0}, "optim.b2 is 1.0; write a number from 0"),
+    ({"optim.b1": -0.1}, "optim.b1 is -0.1; write a number from 0"),
+    ({"rl.prompts_per_step": 0}, "rl.prompts_per_step is 0; write 1 or more"),
+    ({"ledger.audit_rows": 0}, "ledger.audit_rows is 0; write 1 or more"),
+    (
+        {"rl.prompts_per_step": 12, "rl.minibatches": 2, "rl.micro_batches": 4},
+        "rl.prompts_per_step is 12; write a multiple of rl.minibatches * rl.micro_batches = 8",
+    ),
+    (
+        {"rl.prompts_per_step": 2, "rl.samples": 2, "ledger.audit_rows": 5},
+        "ledger.audit_rows is 5; write at most the 4 rows of a rollout",
+    ),
+    ({"mode": "trase"}, "mode is 'trase'; did you mean 'trace'? write one of bf16, naive,"),
+    ({"rl.algorithm": "ppo"}, "rl.algorithm is 'ppo'; write one of grpo, dr_grpo, dapo, gspo"),
+    ({"rl.correction": "tiss"}, "rl.correction is 'tiss'; did you mean 'tis'?"),
+    ({"rl.old_logprobs": "actor"}, "rl.old_logprobs is 'actor'; write one of learner, rollout"),
+    ({"precision.kv": "nvfp8"}, "precision.kv is 'nvfp8'; did you mean 'nvfp4'?"),
+    ({"precision.weights": "int4"}, "precision.weights is 'int4'; "),
+    ({"precision.bf16_layers": "first:9"}, "config: layers 'first:9': write all, none, first:N"),
+    ({"guidance.layers": "last:5"}, "config: layers 'last:5': write all, none, first:N"),
+    ({"guidance.layers": "0,4"}, "config: layers (0, 4): the model has layers 0 to 3"),
+    ({"guidance.sites": ("k", "q")}, "config: guidance plan: sites ['q'] are unknown"),
+    ({"guidance.bits": 2}, "config: guidance plan: bits is 2; write 0, 1 or 4"),
+    ({"guidance.scale_bits": 4}, "config: guidance plan: scale_bits is 4; write 8 or 2"),
+    ({"guidance.guard": 0.6}, "config: guidance plan: guard is 0.6; write"),
+    ({"guidance.guard": -0.1}, "config: guidance plan: guard is -0.1; write"),
+    ({"guidance.fade": 1.0}, "config: guidance plan: fade is 1.0; write"),
+    ({"guidance.on_stale": "use"}, "config: guidance plan: on_stale is 'use'; write obey"),
+    ({"guidance.rounding": "replay"}, "config: guidance plan: rounding 'replay' needs"),
+    (
+        {"rl.correction": "tis", "rl.old_logprobs": "rollout"},
+        "rl.correction is 'tis' and the ratio is against the rollout already; write",
+    ),
+    (
+        {"guidance.sites": ("expert_mid",), "rl.routing_replay": False},
+        "guidance.sites has expert_mid, which lines up with the rollout's experts only; write "
+        "rl.routing_replay=True",
+    ),
+    ({"mesh.data": -1, "mesh.expert": -1}, "mesh axes are [-1, 1, -1, 1]; write sizes of 1"),
+    ({"mesh.tensor": 0}, "mesh axes are [-1, 1, 1, 0]; write sizes of 1 or more"),
+    ({"model.top_k": 5}, "model: model: top_k is 5; write 1 to num_experts (4)"),
+    ({"model.full_attention_every": 2}, "model.full_attention_every is 2; write 1"),
+    ({"model.vocab_size": 256}, "model.vocab_size is 256; write 259 or more"),
+    ({"seed": -1}, "seed is -1; write a number from 0 to 2147483647"),
+    ({"data_seed": 2**31}, "data_seed is 2147483648; write a number from 0"),
+    ({"task.datasets": (("gcd", 1.0),)}, "task.datasets has the row ('gcd', 1.0); write"),
+    ({"task.datasets": "gcd"}, "task.datasets is 'gcd'; write a value of type tuple"),
+]
+
+
+@pytest.mark.parametrize("settings, start", REFUSED, ids=[str(s) for s, _ in REFUSED])
+def test_what_cannot_work_is_refused_in_one_line(settings, start):
+    assert refusal(**settings).startswith(start)
+
+
+def test_a_plan_that_meets_no_quantized_site_is_refused():
+    settings = {"guidance.layers": "first:1", "precision.bf16_layers": "first:1"}
+    assert refusal(**settings) == (
+        "guidance.sites ('expert_in', 'k', 'v') are quantized in none of guidance.layers "
+        "'first:1'; write sites and layers that precision.* keeps in FP4, or mode='qat'"
+    )
+    kv = {"guidance.sites": ("k", "v"), "precision.kv": "bf16"}
+    assert "('k', 'v') are quantized in none" in refusal(**kv)
+    assert "() are quantized in none" in refusal(**{"guidance.sites": ()})
+    # One site that is left is a plan; so is an explicit "none"; other modes ignore the plan.
+    assert freeze(config_with(**{"precision.kv": "bf16"})).guidance.sites == ("expert_in", "k", "v")
+    assert freeze(config_with(**{"guidance.layers": "none"})).guidance.layers == "none"
+    assert freeze(config_with(mode="qat", **settings)).mode == "qat"
+
+
+def test_two_bit_scales_with_4_over_6_are_refused():
+    """4-over-6 has two scales a block, which two bits cannot tell apart."""
+    settings = {"guidance.scale_bits": 2, "precision.kv": "nvfp4_4over6"}
+    assert refusal(**settings) == (
+        "guidance.scale_bits is 2, which cannot tell the two scales of 4-over-6 apart (k, v); "
+        "write 8, or 'nvfp4' as the format"
+    )
+    inputs = {"guidance.scale_bits": 2, "precision.activations": "nvfp4_4over6"}
+    assert "(expert_in)" in refusal(**inputs)
+    # Fine with 8 bits, for weights, at sites that are not guided, and in other modes.
+    for ok in (
+        {**settings, "guidance.scale_bits": 8},
+        {"guidance.scale_bits": 2, "precision.weights": "nvfp4_4over6"},
+        {**settings, "guidance.sites": ("expert_in",)},
+        {**settings, "mode": "qat"},
+    ):
+        assert isinstance(freeze(config_with(**ok)), Config)
+
+
+def test_routing_without_replay_is_allowed_when_no_site_needs_it():
+    config = freeze(config_with(**{"rl.routing_replay": False}))
+    assert not config.rl.routing_replay
+    dense = {"model.num_experts": 0, "model.top_k": 0, "guidance.sites": ("expert_mid",)}
+    assert freeze(config_with(**dense, **{"rl.routing_replay": False})).model.num_experts == 0
+
+
+CHANGED = {
+    "mode": "qat",
+    "rl.steps": 7,
+    "optim.learning_rate": 2e-3,
+    "guidance.sites": ("k",),
+    "task.datasets": (("gcd", 2.0, (("max_value", 9),)), ("chain_sum", 1.0, ())),
+    "task.max_prompt": 40,
+}
+
+
+def test_config_dict_dataclass_and_json_round_trip():
+    config = freeze(config_with(**CHANGED))
+    assert config.task.datasets == CHANGED["task.datasets"]
+    assert freeze(to_dict(config)) == config
+    assert freeze(json.loads(json.dumps(to_dict(config)))) == config
+    assert freeze(ml_collections.ConfigDict(to_dict(config))) == config
+    assert hash(config) == hash(freeze(to_dict(config)))
+    assert config != freeze(default(**SHAPE))
+
+
+def test_freezing_leaves_the_config_dict_as_it_was():
+    config = ml_collections.ConfigDict(config_with(**CHANGED))
+    before = copy.deepcopy(config.to_dict())
+    freeze(config)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("order", [("sites", "datasets"), ("datasets", "sites")])
+@pytest.mark.parametrize("kinds", [(tuple, list), (list, tuple)])
+def test_empty_tuples_and_lists_freeze_in_any_order(order, kinds):
+    """BR-141: an empty tuple and an empty list, in whichever order the fields come."""
+    values = dict(zip(order, kinds, strict=True))
+    tree = {"model": SHAPE, "mode": "bf16"}
+    for name in order:
+        group = {"sites": "guidance", "datasets": "task"}[name]
+        tree[group] = {name: values[name]()}
+    for form in (tree, ml_collections.ConfigDict(tree)):
+        config = freeze(form)
+        assert config.guidance.sites == () and config.task.datasets == ()
+
+
+def test_a_dataset_given_as_a_mapping_becomes_pairs():
+    tree = {"model": SHAPE, "task": {"datasets": [["gcd", 1, {"max_value": 9}]]}}
+    assert freeze(tree).task.datasets == (("gcd", 1, (("max_value", 9),)),)
+
+
+CONFIG_FILES = sorted(p.stem for p in (ROOT / "configs").glob("*.py") if p.stem != "__init__")
+
+
+def test_there_are_config_files_to_check():
+    assert "quickstart" in CONFIG_FILES
+
+
+@pytest.mark.parametrize("name", CONFIG_FILES)
+def test_config_file_loads_freezes_and_has_a_model(name):
+    module = importlib.import_module(f"configs.{name}")
+    config = freeze(module.get_config())
+    params = jax.eval_shape(lambda key: model.init(config.model, key), jax.random.key(0))
+    m = config.model
+    assert params["embed"].shape == (m.vocab_size, m.hidden)
+    assert all(a.shape[0] == m.num_layers for a in jax.tree.leaves(params["layers"]))
+    assert f"--config=configs/{name}.py" in module.__doc__, "the command that runs it"
+    assert re.search(r"minute|hour", module.__doc__), "how long it takes"
+
+
+def test_settings_are_immutable_once_frozen():
+    config = freeze(default(**SHAPE))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rl.steps = 3
+
+
+# --- real command lines ------------------------------------------------------------
+
+# experiments.train with the training itself left out: it prints the settings it would train.
+# One process imports everything and forks for each command line.
+DRIVER = """
+import json, os, sys
+from absl import flags
+from experiments import cli, train
+from trace_jax.config import to_dict
+
+def show(config, workdir, resume):
+    print(json.dumps(to_dict(config)), flush=True)
+    sys.exit(0)
+
+train.train = show
+flags.mark_flags_as_required(["config", "workdir"])
+for name, line in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if not child:
+        for target, suffix in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{sys.argv[2]}/{name}.{suffix}", os.O_WRONLY | os.O_CREAT), target)
+        sys.argv = ["train", *line]
+        cli.run(train.main)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps([name, code]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """{name: (exit code, standard output, standard error)} of each command line below."""
+    folder = tmp_path_factory.mktemp("flags")
+    (folder / "flags.txt").write_text("--config.rl.steps=77\n--config.mode=qat\n")
+    config, workdir = "--config=configs/quickstart.py", f"--workdir={folder / 'run'}"
+    base = [config, workdir]
+    lines = {
+        "plain": base,
+        "flagfile": [*base, f"--flagfile={folder / 'flags.txt'}"],
+        "tuple": [*base, "--config.guidance.sites=('k','v')", "--config.guidance.layers=0,2"],
+        "float_for_int": [*base, "--config.rl.steps=1e3"],
+        "nan": [*base, "--config.optim.learning_rate=nan"],
+        "override_first": ["--config.rl.steps=77", *base],
+        "unknown_key": [*base, "--config.rl.stpes=3"],
+        "unknown_flag": [*base, "--wrokdir=x"],
+        "missing_file": ["--config=configs/missing.py", workdir],
+        "no_workdir": [config],
+        "stray_word": [*base, "rl.steps=3"],
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(lines), str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    codes = dict(json.loads(line) for line in run.stdout.splitlines())
+    assert not (folder / "run").exists(), "a command that trains nothing writes nothing"
+    read = lambda name, suffix: (folder / f"{name}.{suffix}").read_text()
+    return {name: (codes[name], read(name, "out"), read(name, "err")) for name in lines}
+
+
+def settings(commands, name) -> Config:
+    code, out, err = commands[name]
+    assert code == 0, err
+    return freeze(json.loads(out))
+
+
+def refused_line(commands, name) -> str:
+    """The only line on standard error of a refused command; exit code 2, no output."""
+    code, out, err = commands[name]
+    assert (code, out) == (2, ""), err
+    (line,) = err.splitlines()
+    return line
+
+
+def test_command_line_gives_the_config_file_as_it_stands(commands):
+    quickstart = importlib.import_module("configs.quickstart").get_config()
+    assert settings(commands, "plain") == freeze(quickstart)
+
+
+def test_flagfile_overrides_are_seen(commands):
+    """BR-142: overrides in a --flagfile count."""
+    config = settings(commands, "flagfile")
+    assert (config.rl.steps, config.mode) == (77, "qat")
+
+
+def test_tuples_are_overridden_from_the_command_line(commands):
+    """BR-143: a tuple given as text."""
+    guidance = settings(commands, "tuple").guidance
+    assert (guidance.sites, guidance.layers) == (("k", "v"), "0,2")
+
+
+def test_override_before_the_config_flag_is_a_clear_error(commands):
+    """BR-142: an override placed before --config."""
+    line = refused_line(commands, "override_first")
+    assert line.startswith("error: ") and "config.rl.steps" in line
+
+
+def test_float_text_for_an_integer_is_a_clear_error(commands):
+    """BR-143: --config.rl.steps=1e3."""
+    line = refused_line(commands, "float_for_int")
+    assert line.startswith("error: ") and "config.rl.steps" in line and "1e3" in line
+
+
+def test_nan_on_the_command_line_is_refused_by_us(commands):
+    """BR-143: --config.optim.learning_rate=nan."""
+    line = refused_line(commands, "nan")
+    assert line == "error: optim.learning_rate is nan; write a finite number"
+
+
+def test_unknown_key_on_the_command_line_names_the_nearest(commands):
+    line = refused_line(commands, "unknown_key")
+    assert "stpes" in line and "steps" in line.replace("stpes", "")
+
+
+def test_unknown_flag_on_the_command_line_names_the_nearest(commands):
+    line = refused_line(commands, "unknown_flag")
+    assert "wrokdir" in line and "workdir" in line.replace("wrokdir", "")
+
+
+@pytest.mark.parametrize(
+    "name, word",
+    [
+        ("missing_file", "configs/missing.py"),
+        ("no_workdir", "--workdir"),
+        ("stray_word", "'rl.steps=3'; settings are written --config.key=value"),
+    ],
+)
+def test_incomplete_command_line_is_one_line(commands, name, word):
+    assert word in refused_line(commands, name)

@@ -1,0 +1,74 @@
+"""Choice of versions, and the build of the CUDA sources."""
+
+import logging
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trace_jax.kernels import cuda_build, dispatch
+from trace_jax.kernels import expert_matmul as em
+
+SOURCES = ("expert_matmul", "paged_attention", "quantize", "route")
+
+
+def test_platform_is_a_name():
+    assert dispatch.platform() in ("cpu", "gpu", "tpu")
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert dispatch.platform() == "cpu"
+
+
+def test_auto_logs_its_choice_once(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "_logged", set())
+    refusals = {"reference": lambda: None, "fast": lambda: "no such chip"}
+    with caplog.at_level(logging.INFO, dispatch.logger.name):
+        for _ in range(3):
+            assert dispatch.choose("op", "auto", refusals, {"cpu": ("fast",)}) == "reference"
+    assert [r.message for r in caplog.records] == ["op on cpu: reference (fast: no such chip)"]
+
+
+def test_a_named_version_never_falls_back():
+    refusals = {"reference": lambda: None, "fast": lambda: "no such chip"}
+    with pytest.raises(ValueError, match="'fast' cannot run this call: no such chip"):
+        dispatch.choose("op", "fast", refusals, {})
+    with pytest.raises(ValueError, match="write auto, reference, fast"):
+        dispatch.choose("op", "quick", refusals, {})
+
+
+def test_hopper_is_refused_on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(ValueError, match="platform"):
+        cuda_build.hopper_refusal.cache_clear()
+        em.route(jnp.zeros((2, 2), jnp.int32), 2, version="hopper")
+    cuda_build.hopper_refusal.cache_clear()
+
+
+def test_no_compiler_is_one_clear_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "find_nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match="no nvcc on PATH .* install one") as error:
+        cuda_build.build("route")
+    assert "\n" not in str(error.value)
+
+
+def test_a_failing_compiler_is_one_clear_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "find_nvcc", lambda: "false")
+    with pytest.raises(RuntimeError, match="route: nvcc failed"):
+        cuda_build.build("route")
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOURCES)
+def test_compiles_for_hopper(name, tmp_path):
+    nvcc = cuda_build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc on PATH or in the nvidia wheels: the CUDA sources are not compiled")
+    arguments = cuda_build.command(
+        nvcc, cuda_build.SOURCES / f"{name}.cu", tmp_path / "out.so", jax.ffi.include_dir()
+    )
+    result = subprocess.run(
+        [*arguments, "-Xptxas=-warn-spills"], capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr

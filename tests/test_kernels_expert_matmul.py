@@ -1,0 +1,198 @@
+"""Routed products: one suite for every version, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_helpers import decode, poison, relative_error, versions
+
+from trace_jax.fp4 import MXFP4, NVFP4, QTensor, quantize, unscaled
+from trace_jax.kernels import expert_matmul as em
+
+TOP_K = 2
+# Rows an expert: empty ones, one row against many, more than a pass, none at all but one.
+LOADS = {
+    "even": (16, 16, 16, 16),
+    "empty": (0, 9, 0, 55),
+    "one_row": (1, 0, 0, 63),
+    "last_only": (0, 0, 0, 64),
+}
+
+lay_out = jax.jit(em.lay_out)
+product = jax.jit(em.expert_matmul, static_argnames=("activation", "version"))
+quantize_expert = jax.jit(lambda w: quantize(w, NVFP4, outer_axes=(1, 2)))
+
+
+def expert_ids(load, top_k=TOP_K):
+    flat = np.repeat(np.arange(len(load)), load)
+    return np.random.default_rng(0).permutation(flat).reshape(-1, top_k).astype(np.int32)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+@functools.cache
+def weights(experts, n, k, quantized):
+    """Gate, up or plain weights with very different experts, and their float64 values."""
+    size = jnp.exp2(jnp.arange(experts, dtype=jnp.float32) * 5 - 10)[:, None, None]
+    w = [(normal(i, experts, n, k) * size).astype(jnp.bfloat16) for i in (1, 2)]
+    if quantized:
+        w = [quantize_expert(a) for a in w]
+        return w, [decode(q) for q in w]
+    return w, [np.asarray(a, np.float64) for a in w]
+
+
+def rows_of(load):
+    ids = expert_ids(load)
+    flat = ids.reshape(-1)
+    return ids, np.argsort(flat, kind="stable"), np.sort(flat, kind="stable")
+
+
+@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_route_orders_slots_by_expert(version, load):
+    ids, slot, expert = rows_of(load)
+    routing = em.route(jnp.asarray(ids), len(load) + 1, version=version)
+    np.testing.assert_array_equal(routing.slot, slot)
+    np.testing.assert_array_equal(routing.offset, np.cumsum([0, *load, 0]))
+
+
+@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("quantized", (True, False), ids=("nvfp4", "bf16"))
+@pytest.mark.parametrize("k", (48, 768, 2048))
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_plain_product(version, quantized, k, load):
+    n = 32
+    ids, slot, expert = rows_of(load)
+    (w, _), (value, _) = weights(len(load), n, k, quantized)
+    x = normal(3, ids.size, k)
+    poison(((ids.size, n), jnp.float32))
+    routing = em.route(jnp.asarray(ids), len(load), version="reference")
+    out = product(x, lay_out(w), routing, version=version)
+    want = np.zeros((ids.size, n))
+    want[slot] = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), value[expert])
+    # Every row counts by itself: a small expert must not hide behind a large one.
+    for got, row in zip(np.asarray(out), want, strict=True):
+        assert relative_error(got, row) < 2e-6
+
+
+@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("activation", ("silu", "clamped_swiglu"))
+@pytest.mark.parametrize("quantized", (True, False), ids=("nvfp4", "bf16"))
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_gated_product(version, activation, quantized, load):
+    f, k = 24, 2048
+    ids, slot, expert = rows_of(load)
+    (gate, up), (gate_value, up_value) = weights(len(load), f, k, quantized)
+    tokens = ids.shape[0]
+    x, x_outer = normal(3, tokens, k), jnp.exp2(jnp.arange(tokens, dtype=jnp.float32) % 5 - 8)
+    poison(((ids.size, f), jnp.bfloat16))
+    routing = em.route(jnp.asarray(ids), len(load), version="reference")
+    out = product(
+        x, lay_out(gate, up), routing, x_outer=x_outer, activation=activation, version=version
+    )
+    source = slot // TOP_K
+    scaled = np.asarray(x, np.float64)[source] * np.asarray(x_outer, np.float64)[source, None]
+    a = np.einsum("rk,rfk->rf", scaled, gate_value[expert])
+    b = np.einsum("rk,rfk->rf", scaled, up_value[expert])
+    if activation == "clamped_swiglu":
+        a, b = np.minimum(a, 7), np.clip(b, -7, 7)
+        want = a / (1 + np.exp(-1.702 * a)) * (b + 1)
+    else:
+        want = a / (1 + np.exp(-np.maximum(a, -700))) * b
+    error = np.abs(np.asarray(out, np.float64) - want)
+    scale = np.linalg.norm(scaled, axis=1) * np.linalg.norm(gate_value[expert], axis=2).max(1)
+    # One rounding to BF16, and FP32 sums whose error grows with their terms.
+    assert (error <= 2**-7.9 * np.abs(want) + 1e-5 * scale[:, None] * (1 + np.abs(b))).all()
+    assert relative_error(out, want) > 2e-4  # a result that is not rounded is not BF16
+
+
+def test_clamped_form_keeps_low_gates():
+    got = em.gated_activation(jnp.array([8.0, -10.0]), jnp.array([-9.0, 1.0]), "clamped_swiglu")
+    np.testing.assert_allclose(got, [-41.9997, -10 / (1 + np.exp(17.02)) * 2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("scale_byte", (0x01, 0x08, 0x38, 0x7E))
+def test_every_code_with_extreme_scales(version, scale_byte):
+    k, n = 768, 16
+    codes = np.arange(k) % 16 ^ np.arange(n)[:, None] % 16
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)[None]
+    scales = np.full((1, n, k // 16), scale_byte, np.uint8)
+    q = QTensor(
+        jnp.asarray(packed), jnp.asarray(scales), jnp.full((1, 1, 1), 0.5), NVFP4, -1, k,
+        jnp.dtype(jnp.bfloat16),
+    )  # fmt: skip
+    routing = em.Routing(jnp.array([0], jnp.int32), jnp.array([0, 1], jnp.int32))
+    x = jnp.zeros((1, k), jnp.bfloat16)
+    for at in (0, 1, 17, 399, 766):  # one input at a time: each weight is seen alone
+        out = product(x.at[0, at].set(1), lay_out(q), routing, version=version)
+        np.testing.assert_array_equal(np.asarray(out)[0], decode(q)[0, :, at])
+
+
+def test_layout_holds_all_codes_and_scales():
+    byte = np.arange(128)
+    scales = np.broadcast_to(byte[:127].repeat(1)[None, None], (1, 16, 127)).astype(np.uint8)
+    codes = np.arange(16)[:, None] ^ np.arange(127 * 16) % 16
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)[None]
+    q = QTensor(
+        jnp.asarray(packed), jnp.asarray(scales), jnp.ones((1, 1, 1)), NVFP4, -1, 127 * 16,
+        jnp.dtype(jnp.bfloat16),
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(em.decode_layout)(lay_out(q)), unscaled(q, jnp.float32))
+
+
+@pytest.mark.parametrize("quantized", (True, False))
+def test_layout_keeps_every_weight(quantized):
+    (gate, up), (gate_value, up_value) = weights(4, 16, 96, quantized)
+    laid = lay_out(gate, up)
+    value = np.asarray(jax.jit(em.decode_layout)(laid), np.float64).reshape(4, 2, 16, 96)
+    value *= np.asarray(laid.outer, np.float64)[:, :, None, None]
+    np.testing.assert_array_equal(value[:, 0], gate_value)
+    np.testing.assert_array_equal(value[:, 1], up_value)
+    assert laid.outputs == 16 and lay_out(gate).outputs == 16
+
+
+def test_bad_weights_stay_visible():
+    w = normal(1, 2, 16, 32).at[1, 0, 0].set(jnp.nan)
+    laid = lay_out(quantize_expert(w))
+    assert np.isfinite(laid.outer[0]).all() and np.isnan(laid.outer[1]).all()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: em.lay_out(normal(1, 2, 24, 32)), "multiple of 16"),
+        (lambda: em.lay_out(normal(1, 2, 16, 40)), "multiples of 16"),
+        (lambda: em.lay_out(normal(1, 2, 16, 8192)), "up to 4096"),
+        (lambda: em.lay_out(quantize(normal(1, 2, 16, 32), MXFP4)), "NVFP4"),
+        (lambda: em.lay_out(quantize(normal(1, 2, 16, 32), NVFP4)), "one an expert"),
+    ],
+)
+def test_layout_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_call_errors():
+    routing = em.route(jnp.zeros((4, 2), jnp.int32), 2)
+    plain, gated = em.lay_out(normal(1, 2, 16, 32)), em.lay_out(*weights(2, 16, 32, False)[0])
+    with pytest.raises(ValueError, match="K = 16"):
+        em.expert_matmul(normal(1, 8, 16), plain, routing)
+    with pytest.raises(ValueError, match="activation"):
+        em.expert_matmul(normal(1, 4, 32), gated, routing)
+    with pytest.raises(ValueError, match="activation"):
+        em.expert_matmul(normal(1, 8, 32), plain, routing, activation="silu")
+    with pytest.raises(ValueError, match="do not fit"):
+        em.expert_matmul(normal(1, 4, 32), plain, routing)
+
+
+def test_hopper_variants_cover_every_layout():
+    for chunks in em._CHUNKS:
+        for rows in (0.1, 1, 4, 100):
+            assert em.hopper_variant(True, chunks, rows) is not None
+    assert em.hopper_variant(False, 64, 1) is None
+    assert em.hopper_variant(True, 32, 0.1) != em.hopper_variant(True, 32, 4)

@@ -1,0 +1,179 @@
+"""Paged decode attention and its pages: one suite for every version, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_helpers import decode, relative_error, versions
+
+from trace_jax.fp4 import quantize
+from trace_jax.kernels import kv_attention as ka
+from trace_jax.kernels import kv_pages as kp
+
+write_pages = jax.jit(kp.write_pages)
+attention = jax.jit(ka.paged_attention, static_argnames=("scale", "window", "version"))
+quantize_rows = jax.jit(lambda x: quantize(x, kp.KV_FORMAT, outer_axes=(x.ndim - 1,)))
+
+FORMATS = pytest.mark.parametrize("quantized", (True, False), ids=("nvfp4", "bf16"))
+HEADS = pytest.mark.parametrize("d", (64, 128, 256))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def spread(seed, *shape):
+    """Normal values whose size varies by row, from 2^-4 to 2^3."""
+    power = jax.random.randint(jax.random.key(seed + 9), (*shape[:-1], 1), -4, 4)
+    return normal(seed, *shape) * jnp.exp2(power.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def stored(x, quantized):
+    """Float64 values that pages hold of x [..., D]."""
+    if quantized:
+        return decode(quantize_rows(x))
+    return np.asarray(x, np.float64)
+
+
+def cache(batch, max_pages, kv_heads, d, quantized, k=None, v=None):
+    """A shuffled pool, its table, and the float64 K and V [batch, tokens, kv_heads, D]."""
+    count = batch * max_pages
+    k = spread(0, count, 64, kv_heads, d) if k is None else k
+    v = spread(1, count, 64, kv_heads, d) if v is None else v
+    ids = jax.random.permutation(jax.random.key(2), count + 3)[:count].astype(jnp.int32)
+    pages = write_pages(kp.new_pages(count + 3, kv_heads, d, quantized), ids, k, v)
+    values = [stored(x, quantized).reshape(batch, -1, kv_heads, d) for x in (k, v)]
+    return pages, ids.reshape(batch, max_pages), *values
+
+
+def oracle(q, k, v, lengths, scale, window=None, sink=None):
+    q = np.asarray(q, np.float64)
+    out = np.zeros_like(q)
+    group = q.shape[1] // k.shape[2]
+    for b, length in enumerate(np.asarray(lengths)):
+        live = slice(max(0, length - window) if window else 0, length)
+        for h in range(q.shape[1]):
+            if length == 0:
+                continue
+            s = k[b, live, h // group] @ q[b, h] * scale
+            extra = [] if sink is None else [float(sink[h])]
+            p = np.exp(np.append(s, extra) - max([*s, *extra]))
+            out[b, h] = p[: len(s)] @ v[b, live, h // group] / p.sum()
+    return out
+
+
+def check(out, want):
+    """Each sequence by itself: BF16 probabilities and outputs allow 4e-3, and no more."""
+    for got, row in zip(np.asarray(out, np.float64), want, strict=True):
+        if not row.any():
+            assert not got.any()
+        else:
+            assert relative_error(got, row) < 4.5e-3
+    assert relative_error(out, want) > 1e-4  # not rounded to BF16 is wrong too
+
+
+@pytest.mark.parametrize("version", versions())
+@FORMATS
+@pytest.mark.parametrize("d, group", ((64, 1), (64, 5), (128, 8), (256, 16)))
+def test_attention(version, quantized, d, group):
+    pages, table, k, v = cache(4, 3, 2, d, quantized)
+    lengths = jnp.array([0, 1, 100, 192], jnp.int32)
+    q = normal(3, 4, 2 * group, d)
+    out = attention(q, pages, table, lengths, scale=d**-0.5, version=version)
+    check(out, oracle(q, k, v, lengths, d**-0.5))
+
+
+@pytest.mark.parametrize("version", versions())
+@FORMATS
+def test_every_offset_in_a_page(version, quantized):
+    pages, table, k, v = cache(64, 2, 1, 64, quantized)
+    lengths = jnp.arange(64, dtype=jnp.int32) + 33  # ends 33..96: every place, both pages
+    q = normal(3, 64, 2, 64)
+    out = attention(q, pages, table, lengths, scale=0.125, version=version)
+    check(out, oracle(q, k, v, lengths, 0.125))
+
+
+@pytest.mark.parametrize("version", versions())
+@FORMATS
+@pytest.mark.parametrize("window", (1, 100, 1000))
+def test_window_and_sink(version, quantized, window):
+    pages, table, k, v = cache(4, 4, 2, 128, quantized)
+    lengths = jnp.array([201, 256, 64, 7], jnp.int32)
+    q, sink = normal(3, 4, 16, 128), jax.random.normal(jax.random.key(4), (16,)) * 3
+    out = attention(q, pages, table, lengths, scale=0.1, window=window, sink=sink, version=version)
+    check(out, oracle(q, k, v, lengths, 0.1, window, sink))
+
+
+def test_window_counts_the_current_token():
+    # BR-093: window 128 and the query at 200 see keys 73..200.
+    k = jnp.zeros((4, 64, 1, 64), jnp.bfloat16)
+    v = jnp.zeros((256, 64), jnp.bfloat16).at[72].set(1000).at[73].set(128).reshape(4, 64, 1, 64)
+    pages, table, _, _ = cache(1, 4, 1, 64, False, k, v)
+    q = jnp.zeros((1, 1, 64), jnp.bfloat16)
+    out = attention(q, pages, table, jnp.array([201]), scale=1.0, window=128)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
+
+
+@pytest.mark.parametrize("version", versions())
+@FORMATS
+def test_unused_slots_have_no_effect(version, quantized):
+    k, v = spread(0, 3, 64, 2, 128), spread(1, 3, 64, 2, 128)
+    lengths = jnp.array([150], jnp.int32)
+    q = normal(3, 1, 16, 128)
+    outs = []
+    for filler in (0.0, jnp.nan, 3e38):
+        used = (jnp.arange(192) < 150).reshape(3, 64, 1, 1)
+        both = [jnp.where(used, x, jnp.bfloat16(filler)) for x in (k, v)]
+        pages, table, _, _ = cache(1, 3, 2, 128, quantized, *both)
+        outs.append(attention(q, pages, table, lengths, scale=0.1, version=version))
+    np.testing.assert_array_equal(outs[1], outs[0])
+    np.testing.assert_array_equal(outs[2], outs[0])
+
+
+@pytest.mark.parametrize("version", versions())
+def test_lengths_of_any_spread(version):
+    lengths = jnp.array([0, 640, 1, 0, 64, 65, 639, 2], jnp.int32)
+    pages, table, k, v = cache(8, 10, 2, 64, True)
+    q = normal(3, 8, 8, 64)
+    out = attention(q, pages, table, lengths, scale=0.125, version=version)
+    check(out, oracle(q, k, v, lengths, 0.125))
+
+
+@FORMATS
+@HEADS
+def test_append_equals_write(quantized, d):
+    k, v = spread(0, 2, 64, 2, d), spread(1, 2, 64, 2, d)
+    ids = jnp.array([3, 1])
+    want = write_pages(kp.new_pages(4, 2, d, quantized), ids, k, v)
+    pages, table = kp.new_pages(4, 2, d, quantized), jnp.array([[3, 0], [1, 2]])
+    # Slots filled before by another sequence are replaced, not merged with.
+    pages = write_pages(pages, ids, v, k)
+    append = jax.jit(kp.append)
+    for t in range(64):
+        pages = append(pages, table, jnp.full(2, t), k[:, t], v[:, t])
+    np.testing.assert_array_equal(pages.data[ids], want.data[ids])
+    idle = append(pages, table, jnp.array([-1, 64]), k[:, 0], v[:, 0])
+    np.testing.assert_array_equal(idle.data[:2], pages.data[:2])
+    np.testing.assert_array_equal(idle.data[3], pages.data[3])
+    assert (np.asarray(idle.data[2]) != np.asarray(pages.data[2])).any()
+
+
+@HEADS
+def test_pages_hold_the_codec_s_values(d):
+    k, v = spread(0, 2, 64, 2, d), spread(1, 2, 64, 2, d).at[1].set(0)
+    pages = write_pages(kp.new_pages(2, 2, d), jnp.array([1, 0]), k, v)
+    got = jax.jit(kp.read_pages)(pages, jnp.array([1, 0]))
+    for value, x in zip(got, (k, v), strict=True):
+        np.testing.assert_array_equal(np.asarray(value), stored(x, True).transpose(0, 2, 1, 3))
+    assert pages.data.nbytes == 2 * 2 * 2 * (64 * (d // 2 + d // 16) + 64)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="head size 80"):
+        kp.new_pages(1, 1, 80)
+    pages, table = kp.new_pages(2, 2, 64), jnp.zeros((1, 1), jnp.int32)
+    one = jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match="do not fit"):
+        ka.paged_attention(normal(0, 1, 3, 64), pages, table, one, scale=1.0)
+    with pytest.raises(ValueError, match="window is 0"):
+        ka.paged_attention(normal(0, 1, 2, 64), pages, table, one, scale=1.0, window=0)
