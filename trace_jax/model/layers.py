@@ -12,6 +12,17 @@ from trace_jax.model.config import Yarn
 
 Dtype = jnp.bfloat16  # of activations and of weights in use, by default; masters are FP32
 PLAIN = Yarn()  # no YaRN
+# Parameters that rollouts, too, use in FP32.
+KEPT_FP32 = (
+    "router",
+    "router_bias",
+    "sinks",
+    "attention_norm",
+    "moe_norm",
+    "q_norm",
+    "k_norm",
+    "final_norm",
+)
 
 
 def precision_of(dtype) -> jax.lax.Precision | None:
@@ -66,7 +77,8 @@ class Linear(nn.Module):
         )
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-            y = y + jnp.expand_dims(bias.astype(jnp.float32), range(y.ndim - 1))
+            bias = rounded(bias, self.dtype).astype(jnp.float32)
+            y = y + jnp.expand_dims(bias, range(y.ndim - 1))
         return rounded(y, self.dtype)
 
 

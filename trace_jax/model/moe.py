@@ -124,11 +124,12 @@ class MoE(nn.Module):
         cfg = self.config
         if not cfg.moe_bias:
             return None, None
-        zeros = nn.initializers.zeros
-        return (
-            self.param("gate_up_bias", zeros, (experts, 2 * cfg.expert_dim), jnp.float32),
-            self.param("down_bias", zeros, (experts, cfg.hidden), jnp.float32),
-        )
+        shapes = {"gate_up_bias": 2 * cfg.expert_dim, "down_bias": cfg.hidden}
+        biases = [
+            self.param(name, nn.initializers.zeros, (experts, width), jnp.float32)
+            for name, width in shapes.items()
+        ]
+        return [rounded(bias, cfg.dtype).astype(jnp.float32) for bias in biases]
 
     def _quantize_mid(self, mid, ids, routes, groups: Groups, sites: Sites):
         """Quantizes rows [rows, expert_dim]; guidance and records are by slot."""
@@ -179,7 +180,7 @@ def _add_bias(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array
         return y
     tiles = groups.tile_expert.shape[0]
     rows = y.reshape(tiles, -1, y.shape[-1])
-    return (rows + bias.astype(jnp.float32)[groups.tile_expert][:, None]).reshape(y.shape)
+    return (rows + bias[groups.tile_expert][:, None]).reshape(y.shape)
 
 
 def _product(rows, weight: ExpertWeight, groups: Groups) -> jax.Array:
