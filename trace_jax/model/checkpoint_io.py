@@ -225,7 +225,7 @@ def save_checkpoint(
     params: dict,
     format: str = "bf16",
     *,
-    source: str | Path | None = None,
+    files: Mapping[str, str] | None = None,
     facts: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> Path:
@@ -235,7 +235,7 @@ def save_checkpoint(
       path: the new folder; it must not exist.
       format: "bf16", "nvfp4" (compressed-tensors, weights only), "nvfp4-modelopt" or
         "mxfp4" (GPT-OSS). FP4 formats quantize the expert weights, as rollouts do.
-      source: folder whose tokenizer and generation config go along.
+      files: {name: text} of companions that go along: see `companions`.
       facts: of the run, for the model card.
       max_shard_bytes: of one safetensors file.
 
@@ -255,7 +255,7 @@ def save_checkpoint(
         safetensors_dir.write(scratch, _exported(params, plain, layout), max_shard_bytes)
         if layout is not None:
             hub["quantization_config"] = layout.quantization(config, modules_kept(plain))
-        _write_companions(scratch, hub, format, source, facts or {})
+        _write_companions(scratch, hub, format, files or {}, facts or {})
         scratch.rename(path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -306,14 +306,18 @@ def _bf16_value(leaf, tensor: Tensor) -> np.ndarray:
     return tensor.layout.to_hub(narrow if exact else value.astype(np.float32))
 
 
-def _write_companions(folder: Path, hub: dict, format: str, source, facts) -> None:
+def companions(folder: str | Path) -> dict[str, str]:
+    """Texts of a checkpoint's tokenizer and generation files."""
+    found = [Path(folder) / name for name in COMPANIONS]
+    return {f.name: f.read_text(encoding="utf-8") for f in found if f.is_file()}
+
+
+def _write_companions(folder: Path, hub: dict, format: str, files, facts) -> None:
     write = lambda name, value: (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    if source is not None:
-        for name in COMPANIONS:
-            if (Path(source) / name).is_file():
-                shutil.copy(Path(source) / name, folder / name)
-        given = read_hub_config(source)
-        hub |= {k: given[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in given}
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    given = json.loads(files.get("generation_config.json", "{}"))
+    hub |= {k: given[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in given}
     write("config.json", hub)
     if "quantization_config" in hub and format == "nvfp4-modelopt":
         quantization = {
