@@ -25,6 +25,12 @@ def main():
     config = freeze(json.loads((folder / "config.json").read_text()))
     trainer = Trainer(config, folder)
     step, state, _ = trainer.restore(trainer.start(trainer.fresh_params()))
+    recorded = trainer.audits.read_metadata().get("step", step)
+    if recorded != step:
+        raise ValueError(
+            f"{folder}: its rollout was recorded at step {recorded} and the newest checkpoint is "
+            f"of step {step}; finish the run with --resume"
+        )
     rollout = trainer.load_audit()
     params, version = state["train"].params, state["train"].version
     codes, live = trainer.learner.audit(params, rollout, version)

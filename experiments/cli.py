@@ -27,8 +27,10 @@ def run(main: Callable[[], None]) -> None:
             main()
         except TrainingStopped as stop:
             _end(str(stop), STOPPED)
+        except KeyboardInterrupt:
+            _end("stopped at once; --resume goes on from the newest checkpoint", STOPPED)
         except (ValueError, CheckpointError, OSError) as error:
-            _end(f"error: {error}", REFUSED)
+            _end(f"error: {' '.join(str(error).split())}", REFUSED)
 
     app.run(guarded, flags_parser=_parse)
 

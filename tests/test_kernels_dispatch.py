@@ -2,12 +2,13 @@
 
 import logging
 import subprocess
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from trace_jax.kernels import cuda_build, dispatch
+from trace_jax.kernels import cuda_build, dispatch, kv_attention, kv_pages, quantize
 from trace_jax.kernels import expert_matmul as em
 
 SOURCES = ("expert_matmul", "paged_attention", "quantize", "route")
@@ -38,9 +39,7 @@ def test_a_named_version_never_falls_back():
 
 def test_hopper_is_refused_on_cpu():
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(ValueError, match="platform"):
-        cuda_build.hopper_refusal.cache_clear()
         em.route(jnp.zeros((2, 2), jnp.int32), 2, version="hopper")
-    cuda_build.hopper_refusal.cache_clear()
 
 
 def test_no_compiler_is_one_clear_line(monkeypatch, tmp_path):
@@ -72,3 +71,28 @@ def test_compiles_for_hopper(name, tmp_path):
         [*arguments, "-Xptxas=-warn-spills"], capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_hopper_calls_lower_for_cuda(monkeypatch):
+    """Without a GPU: the calls' operands and attributes are accepted, under the handlers' names."""
+    monkeypatch.setattr(cuda_build, "register", lambda name: f"trace_jax_{name}")
+    shape = jax.ShapeDtypeStruct
+    weights = jax.eval_shape(lambda: em.lay_out(jnp.zeros((4, 32, 768), jnp.bfloat16)))
+    pages = jax.eval_shape(lambda: kv_pages.new_pages(8, 2, 128, layout="hopper"))
+    index = partial(shape, dtype=jnp.int32)
+    rows = shape((16, 768), jnp.bfloat16)
+    calls = {
+        "route": (lambda ids: em._route_hopper(ids, 4), index((8, 2))),
+        "expert_matmul": (
+            lambda x, w, r: em._hopper(x, w, r, None, None),
+            rows, weights, em.Routing(index((16,)), index((5,))),
+        ),
+        "paged_attention": (
+            lambda q, p, t, n: kv_attention._hopper(q, p, t, n, 0.1, 64, None),
+            shape((3, 16, 128), jnp.bfloat16), pages, index((3, 4)), index((3,)),
+        ),
+        "quantize": (lambda x: quantize._hopper(x, quantize.ROW_FORMAT, True), rows),
+    }  # fmt: skip
+    for name, (function, *arguments) in calls.items():
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+        assert f"@trace_jax_{name}" in lowered.as_text(), name

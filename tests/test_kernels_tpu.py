@@ -12,6 +12,8 @@ from kernel_helpers import decode, relative_error
 
 from trace_jax.fp4 import NVFP4, quantize
 from trace_jax.kernels import expert_matmul as em
+from trace_jax.kernels import kv_attention as ka
+from trace_jax.kernels import kv_pages as kp
 
 EXPERTS, N, K, TOP_K = 4, 256, 256, 2
 LOADS = {"even": (12, 12, 12, 12), "empty": (0, 1, 0, 47), "first_only": (48, 0, 0, 0)}
@@ -113,3 +115,97 @@ def test_compiles_ahead_of_time(topology, gated):
     run = partial(em._tpu, x_outer=None, activation="silu" if gated else None)
     text = compile_for(topology, run, x, weights, routing).as_text()
     assert "custom-call" in text and "tpu_custom_call" in text
+
+
+# --- paged attention ------------------------------------------------------------------------
+
+HEADS = 2
+write_pages = jax.jit(kp.write_pages)
+attention = jax.jit(
+    partial(ka.paged_attention, version="pallas_interpret"), static_argnames=("scale", "window")
+)
+
+
+def pages_and_values(d, batch=3, max_pages=3, filler=None, lengths=None):
+    shape = (batch * max_pages, 64, HEADS, d)
+    k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in (1, 2))
+    if filler is not None:
+        token = jnp.arange(max_pages * 64)[None] < lengths[:, None]
+        used = token.reshape(*shape[:2], 1, 1)
+        k, v = (jnp.where(used, x, jnp.bfloat16(filler)) for x in (k, v))
+    ids = jax.random.permutation(jax.random.key(3), batch * max_pages).astype(jnp.int32)
+    pages = write_pages(kp.new_pages(batch * max_pages, HEADS, d, layout="tpu"), ids, k, v)
+    quantized = [
+        jax.jit(partial(quantize, format=kp.KV_FORMAT, outer_axes=(3,)))(x) for x in (k, v)
+    ]
+    values = [decode(q).reshape(batch, -1, HEADS, d) for q in quantized]
+    return pages, ids.reshape(batch, max_pages), *values
+
+
+def oracle(q, k, v, lengths, scale, window=None, sink=None):
+    out, group = np.zeros(q.shape), q.shape[1] // HEADS
+    for b, length in enumerate(np.asarray(lengths)):
+        live = slice(max(0, length - window) if window else 0, length)
+        for h in range(q.shape[1] if length else 0):
+            s = k[b, live, h // group] @ np.asarray(q[b, h], np.float64) * scale
+            extra = [] if sink is None else [float(sink[h])]
+            p = np.exp(np.append(s, extra) - max([*s, *extra]))
+            out[b, h] = p[: len(s)] @ v[b, live, h // group] / p.sum()
+    return out
+
+
+@pytest.mark.parametrize("d, group", ((64, 1), (128, 8), (256, 5)))
+@pytest.mark.parametrize("window", (None, 70))
+def test_paged_attention(d, group, window):
+    pages, table, k, v = pages_and_values(d)
+    lengths = jnp.array([0, 65, 192], jnp.int32)
+    q = jax.random.normal(jax.random.key(4), (3, HEADS * group, d), jnp.bfloat16)
+    sink = None if window is None else jnp.arange(HEADS * group, dtype=jnp.float32)
+    out = attention(q, pages, table, lengths, scale=d**-0.5, window=window, sink=sink)
+    want = oracle(q, k, v, lengths, d**-0.5, window, sink)
+    assert not np.asarray(out[0]).any()
+    for got, row in zip(np.asarray(out)[1:], want[1:], strict=True):
+        assert relative_error(got, row) < 4.5e-3
+    assert relative_error(out, want) > 1e-4
+
+
+def test_unused_slots_of_a_page_have_no_effect():
+    lengths = jnp.array([0, 65, 150], jnp.int32)
+    q = jax.random.normal(jax.random.key(4), (3, 4, 64), jnp.bfloat16)
+    outs = []
+    for filler in (0.0, jnp.nan):
+        pages, table, _, _ = pages_and_values(64, filler=filler, lengths=lengths)
+        outs.append(attention(q, pages, table, lengths, scale=0.125))
+    np.testing.assert_array_equal(*outs)
+
+
+def test_pages_hold_what_the_other_layout_holds_and_append_equals_write():
+    k, v = (jax.random.normal(jax.random.key(i), (2, 64, HEADS, 64), jnp.bfloat16) for i in (1, 2))
+    ids, table = jnp.array([3, 1]), jnp.array([[3, 0], [1, 2]])
+    want = write_pages(kp.new_pages(4, HEADS, 64, layout="tpu"), ids, k, v)
+    other = write_pages(kp.new_pages(4, HEADS, 64, layout="hopper"), ids, k, v)
+    read = jax.jit(kp.read_pages)
+    for a, b in zip(read(want, ids), read(other, ids), strict=True):
+        np.testing.assert_array_equal(a, b)
+    pages = write_pages(kp.new_pages(4, HEADS, 64, layout="tpu"), ids, v, k)
+    append = jax.jit(kp.append)
+    for t in range(64):
+        pages = append(pages, table, jnp.full(2, t), k[:, t], v[:, t])
+    idle = append(pages, table, jnp.array([-1, -1]), k[:, 0], v[:, 0])
+    for a, b in zip(pages.arrays, want.arrays, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(idle.arrays, want.arrays, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("window", (None, 128))
+def test_attention_compiles_ahead_of_time(topology, window):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: TPU kernels are not compiled")
+    pages = jax.eval_shape(lambda: kp.new_pages(64, 4, 128, layout="tpu"))
+    shape = jax.ShapeDtypeStruct
+    run = partial(ka._tpu, scale=0.1, window=window, sink=None)
+    table, lengths = shape((8, 8), jnp.int32), shape((8,), jnp.int32)
+    compiled = compile_for(topology, run, shape((8, 32, 128), jnp.bfloat16), pages, table, lengths)
+    assert "tpu_custom_call" in compiled.as_text()

@@ -86,6 +86,10 @@ class Checkpointer:
             shutil.rmtree(self.directory / str(old), ignore_errors=True)
         return final
 
+    def empty(self) -> bool:
+        """No step was ever committed, neither a whole one nor one that was damaged later."""
+        return not self._committed()
+
     def latest_step(self) -> int | None:
         """The newest step whose every file is whole, or None."""
         return next((s for s in self._committed() if not damage(self.directory / str(s))), None)

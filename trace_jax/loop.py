@@ -14,10 +14,10 @@ import numpy as np
 from trace_jax import fp4, model, modes, sync
 from trace_jax.audit import first_rows
 from trace_jax.checkpoint import Checkpointer
-from trace_jax.config import Config, to_dict
+from trace_jax.config import Config, require, to_dict
 from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
-from trace_jax.metrics import MetricWriter, ProgressLine
+from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
@@ -123,7 +123,7 @@ class Actor:
             jnp.tile(jnp.arange(samples, dtype=jnp.int32), len(slots)),
         )
         tokens, lengths, keys = shard_rows((prompts.tokens, prompts.lengths, keys), self.mesh)
-        noise_seed = self.config.seed * 1_000_003 + step
+        noise_seed = (self.config.seed * 1_000_003 + step) % 2**31
         return self.engine(params, tokens, lengths, keys, version=version, noise_seed=noise_seed)
 
 
@@ -133,6 +133,7 @@ class Trainer:
     def __init__(self, config: Config, workdir: Path):
         self.config, self.workdir = config, Path(workdir)
         self.mesh = make_mesh(config.mesh)
+        _check_rows(config, self.mesh)
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, self.mesh)
         self.learner = Learner(config, self.mode)
@@ -175,7 +176,8 @@ class Trainer:
         """Saves a few sequences sampled by the policy of checkpoint `step`."""
         params = self.actor.sync(train.params)
         rollout = self.actor.generate(params, self.actor.prompts(step), step, train.version)
-        self.audits.save(step, first_rows(rollout, self.config.ledger.audit_rows), {})
+        rows = first_rows(rollout, self.config.ledger.audit_rows)
+        self.audits.save(step, rows, {"step": step})
 
     def load_audit(self) -> Rollout:
         train = jax.eval_shape(lambda: new_state(self.fresh_params(), self.learner.tx))
@@ -258,9 +260,26 @@ class Trainer:
         limit = self.config.optim.max_bad_steps
         if int(train.bad_steps) >= limit:
             raise TrainingStopped(
-                f"{limit} optimizer steps in a row were not finite, up to step {step}; parameters "
-                "are those before them. Write a smaller optim.learning_rate and --resume"
+                f"{limit} optimizer steps in a row were not finite, up to step {step}; the newest "
+                f"checkpoint is of step {self.checkpoints.latest_step()}. Write a smaller "
+                "optim.learning_rate and another --workdir"
             )
+
+
+def _check_rows(config: Config, mesh) -> None:
+    """Refuses before any work what would not divide over the devices later."""
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    counts = {
+        "rl.prompts_per_step": config.rl.prompts_per_step,
+        "eval.problems": config.eval.problems,
+    }
+    if config.warmup.steps and not config.warmup.init_from:
+        counts["warmup.batch_size"] = config.warmup.batch_size
+    for path, count in counts.items():
+        require(
+            count % ways == 0,
+            f"{path} is {count}; write a multiple of the data x fsdp = {ways} devices of the mesh",
+        )
 
 
 def warm_start(trainer: Trainer, stream=None) -> dict:
@@ -272,7 +291,7 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
     if w.init_from:
         return Checkpointer(Path(w.init_from) / "warmup", 1).restore(None, state)[0].params
     saved = Checkpointer(trainer.workdir / "warmup", 1)
-    if saved.latest_step() is not None:
+    if not saved.empty():
         state, metadata = saved.restore(None, state)
         first = metadata["step"]
     if first >= w.steps:
@@ -288,7 +307,7 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
             progress.update(step, {})
             if interrupt.asked or step + 1 == w.steps:
                 saved.save(step + 1, state, {"step": step + 1})
-            if interrupt.asked and step + 1 < w.steps:
+            if interrupt.asked:
                 _stop(trainer, f"warm start, step {step + 1}")
     return state.params
 
@@ -305,13 +324,22 @@ def train(
       stream: where the progress goes; standard error by default.
 
     Raises:
-      TrainingStopped: Ctrl-C, or too many non-finite steps; the state is saved.
+      TrainingStopped: Ctrl-C, after a save, or too many non-finite steps in a row.
       ConfigError, ValueError, CheckpointError: one line that says what to write.
     """
     begun = time.perf_counter()
     trainer = Trainer(config, workdir)
+    if config.warmup.init_from and params is None and trainer.checkpoints.empty():
+        Checkpointer(Path(config.warmup.init_from) / "warmup", 1).read_metadata()  # or refuses
+    if resume:
+        done = trainer.checkpoints.latest_step() or 0
+        require(
+            done <= config.rl.steps,
+            f"rl.steps is {config.rl.steps} and the run is at step {done} already; write {done} or "
+            "more",
+        )
     create_run_dir(trainer.workdir, to_dict(config), resume)
-    if trainer.checkpoints.latest_step() is not None:
+    if not trainer.checkpoints.empty():
         first, state, before = trainer.restore(trainer.start(trainer.fresh_params()))
     else:
         state = trainer.start(warm_start(trainer, stream) if params is None else params)
@@ -329,7 +357,8 @@ def train(
 
 
 def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):
-    c, row = trainer.config, {}
+    c = trainer.config
+    row = next(reversed(read_metrics(trainer.workdir)), {})  # if no step is left to run
     with (
         MetricWriter(trainer.workdir, first) as writer,
         ProgressLine(c.rl.steps, first, "RL", stream=stream) as progress,

@@ -14,6 +14,8 @@ import jax
 import jax.ffi
 import jaxlib.version
 
+from trace_jax.kernels import dispatch
+
 SOURCES = pathlib.Path(__file__).parent / "cuda"
 ARCHITECTURE = "90a"  # Hopper
 
@@ -94,14 +96,11 @@ def register(name: str) -> str:
     return target
 
 
-@functools.cache
 def hopper_refusal() -> str | None:
     """Why the Hopper kernels cannot run on the default device, or None."""
-    from trace_jax.kernels import dispatch
-
     if dispatch.platform() != "gpu":
         return f"it needs an NVIDIA Hopper GPU; the platform is {dispatch.platform()}"
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    capability = str(getattr(dispatch.device(), "compute_capability", ""))
     if capability != "9.0":
         return f"it needs compute capability 9.0 (Hopper); this device has {capability or 'none'}"
     return None

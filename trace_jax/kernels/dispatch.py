@@ -13,11 +13,15 @@ Refusal = str | None
 _logged: set[tuple[str, str]] = set()
 
 
+def device():
+    """The device that a program runs on unless it says otherwise."""
+    default = jax.config.jax_default_device
+    return default if hasattr(default, "platform") else jax.devices(default)[0]
+
+
 def platform() -> str:
     """Platform of the default device: "cpu", "gpu" or "tpu"."""
-    default = jax.config.jax_default_device
-    device = default if hasattr(default, "platform") else jax.devices(default)[0]
-    name = device.platform
+    name = device().platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 

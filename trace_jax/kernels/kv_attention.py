@@ -8,11 +8,13 @@ gives zeros. What the slots outside that range hold has no effect, NaN included.
 version rounds probabilities to BF16 before the product with V, and sums them before.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.kernels import cuda_build, dispatch
+from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu
 from trace_jax.kernels.kv_pages import KVPages, read_pages
 
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
@@ -29,7 +31,7 @@ HOPPER_VARIANTS = {
 
 def _reference(q, pages, table, lengths, scale, window, sink):
     batch, heads, d = q.shape
-    kv_heads = pages.data.shape[1]
+    kv_heads = pages.kv_heads
     k, v = read_pages(pages, table)  # [batch, max_pages, kv_heads, 64, D]
     k, v = (x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, d) for x in (k, v))
     token = jnp.arange(k.shape[2])
@@ -55,7 +57,7 @@ def _reference(q, pages, table, lengths, scale, window, sink):
 
 def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
     batch, heads, d = q.shape
-    kv_heads = pages.data.shape[1]
+    kv_heads = pages.kv_heads
     index, warps = variant or HOPPER_VARIANTS[pages.quantized, d][0]
     slots = BLOCKS * warps + batch * kv_heads * -(-heads // kv_heads // 8)
     out = (
@@ -71,10 +73,37 @@ def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
     )[0]  # fmt: skip
 
 
-VERSIONS = {"reference": _reference, "hopper": _hopper}
+def _tpu(q, pages, table, lengths, scale, window, sink, interpret=False):
+    return kv_attention_tpu.attention(
+        q, pages.arrays, table, lengths, scale, window, sink, interpret
+    )
 
 
-def _hopper_refusal(q) -> str | None:
+VERSIONS = {
+    "reference": _reference,
+    "hopper": _hopper,
+    "pallas_tpu": _tpu,
+    "pallas_interpret": partial(_tpu, interpret=True),
+}
+
+
+def _pallas_refusal(q, pages) -> str | None:
+    if q.dtype != jnp.bfloat16:
+        return f"it takes BF16 queries, not {q.dtype}"
+    if pages.layout != "tpu":
+        return f"it takes pages in the layout 'tpu', not {pages.layout!r}"
+    return None
+
+
+def _tpu_refusal(q, pages) -> str | None:
+    if dispatch.platform() != "tpu":
+        return f"it needs a TPU; the platform is {dispatch.platform()}"
+    return _pallas_refusal(q, pages)
+
+
+def _hopper_refusal(q, pages) -> str | None:
+    if pages.layout != "hopper":
+        return f"it takes pages in the layout 'hopper', not {pages.layout!r}"
     if q.dtype != jnp.bfloat16:
         return f"it takes BF16 queries, not {q.dtype}"
     if q.shape[0] > 1024:
@@ -104,7 +133,8 @@ def paged_attention(
       scale: softmax scale, usually D ** -0.5.
       window: sliding window in tokens, the current one included; None for all.
       sink: FP32 [query heads], a logit a head that takes probability and gives nothing.
-      version: "auto", "reference" or "hopper".
+      version: "auto", "reference", "hopper", "pallas_tpu", or "pallas_interpret" (the TPU
+        kernel, interpreted: slow, anywhere).
 
     Returns:
       BF16 [batch, query heads, D].
@@ -112,7 +142,7 @@ def paged_attention(
     Raises:
       ValueError: shapes that do not fit the pages, or a version that cannot run this call.
     """
-    kv_heads = pages.data.shape[1]
+    kv_heads = pages.kv_heads
     if q.shape[-1] != pages.head_size or q.shape[1] % kv_heads:
         raise ValueError(
             f"paged_attention: {q.shape[1]} heads of size {q.shape[-1]} do not fit pages of "
@@ -120,6 +150,12 @@ def paged_attention(
         )
     if window is not None and window < 1:
         raise ValueError(f"paged_attention: window is {window}; write a positive number or None")
-    refusals = {"reference": lambda: None, "hopper": lambda: _hopper_refusal(q)}
-    name = dispatch.choose("paged_attention", version, refusals, {"gpu": ("hopper",)})
+    refusals = {
+        "reference": lambda: None,
+        "hopper": lambda: _hopper_refusal(q, pages),
+        "pallas_tpu": lambda: _tpu_refusal(q, pages),
+        "pallas_interpret": lambda: _pallas_refusal(q, pages),
+    }
+    best = {"gpu": ("hopper",), "tpu": ("pallas_tpu",)}
+    name = dispatch.choose("paged_attention", version, refusals, best)
     return VERSIONS[name](q, pages, table, lengths, scale, window, sink)

@@ -17,6 +17,7 @@ from flax import struct
 from trace_jax.fp4 import formats
 from trace_jax.fp4.formats import NVFP4
 from trace_jax.fp4.qtensor import QTensor, quantize
+from trace_jax.kernels import dispatch, kv_attention_tpu
 from trace_jax.kernels.expert_matmul import _E5M3, _decode_words, interlock, to_e5m3
 
 PAGE = 64
@@ -28,13 +29,28 @@ class KVPages:
     """A pool of pages.
 
     Attributes:
-      data: uint8 [pages, kv_heads, 2 (K, V), unit bytes].
+      data: uint8 [pages, kv_heads, 2 (K, V), unit bytes]; with layout "tpu" the codes, see
+        kv_attention_tpu.
       head_size, quantized: static; quantized says NVFP4 or BF16.
+      scales, exponents: None, or the other two arrays of layout "tpu".
+      layout: static, "hopper" or "tpu" (NVFP4 only).
     """
 
     data: jax.Array
     head_size: int = struct.field(pytree_node=False)
     quantized: bool = struct.field(pytree_node=False)
+    scales: jax.Array | None = None
+    exponents: jax.Array | None = None
+    layout: str = struct.field(pytree_node=False, default="hopper")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.exponents.shape[1] if self.layout == "tpu" else self.data.shape[1]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The three arrays of layout "tpu"."""
+        return self.data, self.scales, self.exponents
 
 
 class Rows(NamedTuple):
@@ -51,12 +67,30 @@ def unit_bytes(head_size: int, quantized: bool) -> int:
     return 36 * head_size + PAGE if quantized else 2 * PAGE * head_size
 
 
-def new_pages(num_pages: int, kv_heads: int, head_size: int, quantized: bool = True) -> KVPages:
-    """An empty pool. ValueError: a head size other than 64, 128 or 256."""
+def new_pages(
+    num_pages: int, kv_heads: int, head_size: int, quantized: bool = True, layout: str = "auto"
+) -> KVPages:
+    """An empty pool.
+
+    Args:
+      quantized: NVFP4, else BF16.
+      layout: "hopper", "tpu", or "auto": "tpu" for NVFP4 on a TPU, else "hopper".
+
+    Raises:
+      ValueError: a head size other than 64, 128 or 256; or BF16 in layout "tpu".
+    """
     if head_size not in (64, 128, 256):
         raise ValueError(f"KV pages: head size {head_size}; pages take 64, 128 or 256")
-    shape = (num_pages, kv_heads, 2, unit_bytes(head_size, quantized))
-    return KVPages(jnp.zeros(shape, jnp.uint8), head_size, quantized)
+    if layout == "auto":
+        layout = "tpu" if quantized and dispatch.platform() == "tpu" else "hopper"
+    if layout == "hopper":
+        shape = (num_pages, kv_heads, 2, unit_bytes(head_size, quantized))
+        return KVPages(jnp.zeros(shape, jnp.uint8), head_size, quantized)
+    if layout != "tpu" or not quantized:
+        raise ValueError(f"KV pages: layout {layout!r}; write auto, hopper, or tpu for NVFP4")
+    rows = (kv_heads * head_size // 2, kv_heads * head_size // 16, kv_heads)
+    codes, scales, exponents = (jnp.zeros((num_pages, r, 2 * PAGE), jnp.uint8) for r in rows)
+    return KVPages(codes, head_size, True, scales, exponents, "tpu")
 
 
 def write_pages(pages: KVPages, ids: jax.Array, k: jax.Array, v: jax.Array) -> KVPages:
@@ -65,6 +99,12 @@ def write_pages(pages: KVPages, ids: jax.Array, k: jax.Array, v: jax.Array) -> K
     Ids beyond the pool are dropped. Slots of tokens that do not exist yet may hold anything.
     """
     k, v = (x.astype(jnp.bfloat16).transpose(0, 2, 1, 3) for x in (k, v))
+    if pages.layout == "tpu":
+        new = kv_attention_tpu.pages_of(_columns(k), _columns(v))
+        return _replace(
+            pages,
+            [a.at[ids].set(n, mode="drop") for a, n in zip(pages.arrays, new, strict=True)],
+        )
     if pages.quantized:
         units = [_lay_out_rows(_rows(x), is_v) for is_v, x in enumerate((k, v))]
     else:
@@ -83,6 +123,9 @@ def append(
     """
     page = jnp.take_along_axis(table, jnp.maximum(positions, 0)[:, None] // PAGE, axis=1)[:, 0]
     page = jnp.where(positions < 0, pages.data.shape[0], page)
+    if pages.layout == "tpu":
+        k, v = (_columns(x.astype(jnp.bfloat16)) for x in (k, v))
+        return _replace(pages, kv_attention_tpu.set_token(pages.arrays, page, positions, k, v))
     old = pages.data.at[page].get(mode="fill", fill_value=0)
     at = (jnp.arange(PAGE)[None] == positions[:, None] % PAGE)[:, None, :, None]
     units = []
@@ -101,6 +144,9 @@ def append(
 
 def read_pages(pages: KVPages, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """K and V of pages ids int32 [...]: FP32 [..., kv_heads, 64, D]; the plain-XLA way in."""
+    if pages.layout == "tpu":
+        arrays = [a[ids] for a in pages.arrays]
+        return kv_attention_tpu.read(arrays, pages.kv_heads, pages.head_size)
     data = pages.data[ids]
     both = []
     for is_v in range(2):
@@ -115,6 +161,15 @@ def read_pages(pages: KVPages, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         else:
             both.append(_bf16_of(unit, pages.head_size, is_v).astype(jnp.float32))
     return both[0], both[1]
+
+
+def _columns(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rows = _rows(x)
+    return kv_attention_tpu.columns(rows.codes, to_e5m3(rows.scales), rows.exponents)
+
+
+def _replace(pages: KVPages, arrays) -> KVPages:
+    return pages.replace(data=arrays[0], scales=arrays[1], exponents=arrays[2])
 
 
 # --- quantized rows -----------------------------------------------------------------------

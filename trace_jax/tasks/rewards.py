@@ -51,8 +51,10 @@ def reward(problem: Problem, response_text: str, finished: bool = True) -> float
     None means "not scored": drop the sample and count it, for a 0 would punish a sample for an
     outage.
     """
-    text = extract_answer(response_text) if finished else ""
-    if not text:
+    # Code and strict math read their own marks: fences, indents, boxes.
+    whole = getattr(problem.scorer, "whole_response", False)
+    text = (response_text if whole else extract_answer(response_text)) if finished else ""
+    if not text.strip():
         return 0.0
     try:
         return float(_score(problem, text) == 1.0)

@@ -1,0 +1,182 @@
+"""Paged NVFP4 decode attention on TPU: page layout and Pallas kernel.
+
+Layout of a page: tokens along lanes, K's 64 in lanes 0..63 and V's in 64..127; codes
+[heads * D/2, 128] (byte row i of a head: dim i in the low nibble, i + D/2 in the high one),
+block scales E5M3 [heads * D/16, 128], row exponents [heads, 128]. Scales are broadcast along
+sublanes, a token is one column (so appending replaces whole bytes), and no tile is half empty.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+PAGE = 64
+LOW = -1e30
+
+
+def columns(codes, scales, exponents):
+    """Rows [..., D], E5M3 scales [..., D/16] and exponents [...] of tokens to byte columns."""
+    half = codes.shape[-1] // 2
+    return codes[..., :half] | (codes[..., half:] << 4), scales, exponents[..., None]
+
+
+def pages_of(k_columns, v_columns):
+    """Columns [n, heads, 64, rows] of K and V to page arrays [n, heads * rows, 128]."""
+
+    def merge(k, v):
+        both = jnp.concatenate([k.swapaxes(-1, -2), v.swapaxes(-1, -2)], axis=-1)
+        return both.reshape(both.shape[0], -1, 2 * PAGE)
+
+    return tuple(merge(k, v) for k, v in zip(k_columns, v_columns, strict=True))
+
+
+def set_token(arrays, page, position, k_columns, v_columns):
+    """Page arrays with one column of K and V, [batch, heads, rows], replaced in each page."""
+    lane, out = position % PAGE, []
+    for data, k, v in zip(arrays, k_columns, v_columns, strict=True):
+        for offset, column in ((0, k), (PAGE, v)):
+            flat = column.reshape(column.shape[0], -1)
+            data = data.at[page, :, lane + offset].set(flat, mode="drop")
+        out.append(data)
+    return tuple(out)
+
+
+def _scale_values(e5m3):
+    bits = (e5m3.astype(jnp.int32) + ((127 - 10) << 3)) << 20
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _power(exponent):
+    return jax.lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
+
+
+def _decode(byte, scale):
+    """Bytes [D/2, n] and scales [D/16, n] to values of the low and the high dims, [D/2, n]."""
+    groups, parts = scale.shape[0] // 2, []
+    for high in range(2):
+        code = (byte >> 4) & 15 if high else byte & 15
+        x = jax.lax.bitcast_convert_type(((code & 7) << 22) + 0x3F000000, jnp.float32)
+        magnitude = jnp.minimum(x, 2 * x - 1)  # no subnormal on the way
+        value = jnp.where(code >= 8, -magnitude, magnitude)
+        mine = scale[groups:] if high else scale[:groups]
+        value = value.reshape(groups, 16, value.shape[-1]) * mine[:, None]
+        parts.append(value.reshape(byte.shape))
+    return parts
+
+
+def read(arrays, heads: int, d: int):
+    """FP32 K and V [..., heads, 64, D] of page arrays [..., heads * rows, 128]."""
+    codes, scales, exponents = (a.reshape(-1, a.shape[-2] // heads, 2 * PAGE) for a in arrays)
+    values = jax.vmap(lambda c, s: jnp.concatenate(_decode(c.astype(jnp.int32), s)))(
+        codes, _scale_values(scales)
+    )
+    values = values * _power(exponents)
+    values = values.swapaxes(-1, -2).reshape(*arrays[0].shape[:-2], heads, 2 * PAGE, d)
+    return values[..., :PAGE, :], values[..., PAGE:, :]
+
+
+def _kernel(
+    table_ref, length_ref, q_ref, code_ref, scale_ref, exponent_ref, out_ref, m_ref, l_ref, acc_ref,
+    *, heads, scale, window,
+):  # fmt: skip
+    b, page = pl.program_id(0), pl.program_id(1)
+    length = length_ref[b]
+    start = jnp.maximum(length - window, 0) if window else 0
+
+    @pl.when(page == 0)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, LOW)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    @pl.when((page * PAGE < length) & ((page + 1) * PAGE > start))
+    def _():
+        token = page * PAGE + jax.lax.broadcasted_iota(jnp.int32, (1, PAGE), 1)
+        live = (token >= start) & (token < length)
+        for h in range(heads):
+            _head(h, heads, scale, live, q_ref, code_ref, scale_ref, exponent_ref,
+                  m_ref, l_ref, acc_ref)  # fmt: skip
+
+    @pl.when(page == pl.num_programs(1) - 1)
+    def _():
+        out_ref[0, :, :, : acc_ref.shape[-1]] = acc_ref[...]
+        out_ref[0, :, :, acc_ref.shape[-1] :] = jnp.concatenate(
+            [m_ref[..., :64], l_ref[..., :64]], axis=-1
+        )
+
+
+def _head(
+    h, heads, scale, live, q_ref, code_ref, scale_ref, exponent_ref, m_ref, l_ref, acc_ref
+):  # fmt: skip
+    d = acc_ref.shape[-1]
+    half, groups = d // 2, d // 16
+    byte = code_ref[0, h * half : (h + 1) * half].astype(jnp.int32)
+    scales = _scale_values(scale_ref[0, h * groups : (h + 1) * groups].astype(jnp.int32))
+    power = _power(exponent_ref[0].astype(jnp.int32)[h : h + 1])
+    low, high = (x.astype(jnp.bfloat16) for x in _decode(byte, scales))
+    q = q_ref[0, h]
+    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+    s = dot(q[:, :half], low[:, :PAGE]) + dot(q[:, half:], high[:, :PAGE])
+    s = jnp.where(live, s * (power[:, :PAGE] * scale), LOW)
+    top = jnp.maximum(m_ref[h, :, :1], jnp.max(s, axis=-1, keepdims=True))
+    fade = jnp.exp(m_ref[h, :, :1] - top)
+    p = jnp.exp(s - top)
+    l_ref[h] = l_ref[h] * fade + jnp.sum(p, axis=-1, keepdims=True)
+    m_ref[h] = jnp.broadcast_to(top, m_ref.shape[1:])
+    p = jnp.where(live, p * power[:, PAGE:], 0.0).astype(jnp.bfloat16)
+    both = jax.lax.dot_general  # p [group, 64] with V^T [D/2, 64], over the tokens
+    dims = (((1,), (1,)), ((), ()))
+    acc_ref[h, :, :half] = acc_ref[h, :, :half] * fade + both(
+        p, low[:, PAGE:], dims, preferred_element_type=jnp.float32
+    )
+    acc_ref[h, :, half:] = acc_ref[h, :, half:] * fade + both(
+        p, high[:, PAGE:], dims, preferred_element_type=jnp.float32
+    )
+
+
+def attention(q, arrays, table, lengths, scale, window, sink, interpret=False):
+    """The contract of kv_attention.paged_attention; arrays from `pages_of`."""
+    batch, q_heads, d = q.shape
+    heads = arrays[2].shape[1]
+    group = q_heads // heads
+    rows = -(-group // 16) * 16  # one BF16 sublane tile at least
+    grouped = jnp.pad(q.reshape(batch, heads, group, d), [(0, 0)] * 2 + [(0, rows - group), (0, 0)])
+
+    def page_at(b, p, table, lengths):
+        # lax.div: `//` asks for the chip at hand, which is another one ahead of time.
+        page = jnp.int32(PAGE)
+        last = jax.lax.div(jnp.maximum(lengths[b] - 1, 0), page)
+        first = jax.lax.div(jnp.maximum(lengths[b] - window, 0), page) if window else 0
+        return table[b, jnp.clip(p, first, last)], 0, 0  # no copy of a page that is not read
+
+    def sequence(b, p, table, lengths):
+        return b, 0, 0, 0
+
+    out = pl.pallas_call(
+        functools.partial(_kernel, heads=heads, scale=scale, window=window),
+        out_shape=jax.ShapeDtypeStruct((batch, heads, rows, d + 128), jnp.float32),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, table.shape[1]),
+            in_specs=[
+                pl.BlockSpec((1, heads, rows, d), sequence),
+                *(pl.BlockSpec((1, *a.shape[1:]), page_at) for a in arrays),
+            ],
+            out_specs=pl.BlockSpec((1, heads, rows, d + 128), sequence),
+            scratch_shapes=[
+                pltpu.VMEM((heads, rows, 128), jnp.float32),
+                pltpu.VMEM((heads, rows, 128), jnp.float32),
+                pltpu.VMEM((heads, rows, d), jnp.float32),
+            ],
+        ),
+        interpret=interpret,
+    )(table, lengths, grouped, *arrays)[:, :, :group]
+    top, total = out[..., d : d + 1], out[..., d + 64 : d + 65]
+    if sink is not None:
+        total = total + jnp.exp(sink.reshape(1, heads, group, 1) - top)
+    value = jnp.where(total > 0, out[..., :d] / total, jnp.where(total == 0, 0.0, total))
+    value = jnp.where((lengths > 0)[:, None, None, None], value, 0.0)
+    return value.reshape(batch, q_heads, d).astype(jnp.bfloat16)
