@@ -1,13 +1,14 @@
-"""GPT-OSS-20B: 20.9 B parameters, 3.6 B active; the shape of the Hub's checkpoint.
+"""GPT-OSS-20B: 20.9 B parameters, 3.6 B active (4.2 with the embedding); the shape of the Hub's checkpoint.
 
     python -m experiments.train --config=configs/gpt_oss_20b.py --workdir=runs/gpt_oss
 
-Weights: 39 GiB in BF16, 12 GiB with MXFP4 experts, which is the Hub's own format. FP32
+Weights: 39 GiB in BF16, 13 GiB with MXFP4 experts, which is the Hub's own format. FP32
 masters with Adam moments take 234 GiB more: eight 80 GB devices, or two of 141 GB and the
 learner sharded over four. Not run here: counts and bytes are tested by shapes alone.
 """
 
 from trace_jax.config import default
+from trace_jax.model.config import Yarn
 
 
 def get_config():
@@ -31,7 +32,7 @@ def get_config():
         rope_theta=150_000.0,
         norm_eps=1e-5,
         max_positions=131_072,
-        yarn={"factor": 32.0, "original_positions": 4096, "truncate": False},
+        yarn=Yarn(factor=32.0, original_positions=4096, truncate=False),
     )
     config.precision.weights = "mxfp4"
     config.precision.activations = "mxfp4"

@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/olmoe_1b_7b.py --workdir=runs/olmoe
 
-Weights: 13 GiB in BF16, 4.1 GiB with NVFP4 experts. FP32 masters with Adam moments take
+Weights: 13 GiB in BF16, 4.3 GiB with NVFP4 experts. FP32 masters with Adam moments take
 77 GiB more: one device of 141 GB, or four of 40 GB. Not run here: counts and bytes are
 tested by shapes alone.
 """

@@ -24,7 +24,8 @@ def main():
     hub = GgufFile(path).config if path.suffix == ".gguf" else read_hub_config(path)
     config = config_from_hub(hub)
     found = summary(config, GuidancePlan())
-    billions = lambda n: f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.1f} M"
+    # Rounded down, as the names of models are.
+    billions = lambda n: f"{n // 10**8 / 10} B" if n >= 1e9 else f"{n // 10**5 / 10} M"
     print(f"family      {family_of(config)}")
     print(f"parameters  {billions(found['parameters'])} total, {billions(found['active'])} active")
     for name in ("bf16", "nvfp4", "mxfp4"):

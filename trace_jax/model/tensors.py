@@ -64,11 +64,7 @@ def param_shapes(config: ModelConfig) -> dict:
 
 
 def parameter_count(config: ModelConfig, active: bool = False) -> int:
-    """Parameters in total, or those that one token uses.
-
-    Active: the experts that a token is not sent to and the embedding rows that it does
-    not read are left out; a tied embedding counts once, as the unembedding.
-    """
+    """Parameters in total, or all but the experts that a token is not sent to (active)."""
     shapes = param_shapes(config)
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     if not active:
@@ -78,8 +74,7 @@ def parameter_count(config: ModelConfig, active: bool = False) -> int:
     if config.num_experts:
         experts = sum(moe[k].size for k in ("gate_up", "down", "gate_up_bias") if k in moe)
         unused = experts * (config.num_experts - config.top_k) // config.num_experts
-    embed = 0 if config.tie_embeddings else shapes["embed"].size
-    return total - unused - embed
+    return total - unused
 
 
 def leaf_at(tree: dict, path: tuple[str, ...]) -> Any:
