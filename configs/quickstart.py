@@ -1,9 +1,9 @@
-"""A small MoE learns to sort numbers by GRPO with NVFP4 rollouts and TRACE guidance.
+"""A small MoE learns to spell words backward by GRPO with NVFP4 rollouts and TRACE guidance.
 
-    python -m experiments.train --config=configs/quickstart.py --workdir=runs/sorting
+    python -m experiments.train --config=configs/quickstart.py --workdir=runs/spelling
 
-Two CPU cores, about 3 minutes and 2 GiB; held-out accuracy rises clearly
-(the README shows a run).
+Two CPU cores, about 3 minutes and 2 GiB; held-out accuracy rises several times over
+(experiments/modes has three seeds).
 """
 
 from trace_jax.config import default
@@ -22,23 +22,12 @@ def get_config():
         top_k=2,
         expert_dim=64,
     )
-    config.task.datasets = (
-        (
-            "number_sorting",
-            1.0,
-            (
-                ("min_numbers", 2),
-                ("max_numbers", 3),
-                ("min_decimals", 0),
-                ("max_decimals", 0),
-                ("min_value", 0),
-                ("max_value", 99),
-            ),
-        ),
-    )
-    config.task.max_prompt = 24
+    config.task.datasets = (("spell_backward", 1.0, (("min_word_len", 3), ("max_word_len", 7))),)
+    config.task.max_prompt = 20
     config.task.max_response = 10
-    config.warmup.steps = 200
+    # The teacher of the warm start leaves 2 words in 5 unreversed; the verifier does not.
+    config.warmup.steps = 300
+    config.warmup.wrong_answers = 0.4
     config.warmup.batch_size = 128
     config.warmup.learning_rate = 3e-3
     config.rl.steps = 100

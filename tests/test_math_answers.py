@@ -199,6 +199,7 @@ def test_an_unfinished_response_earns_nothing():
         ("9", "8 \\text{ or } 9", False),
         ("2", "2}, \\boxed{3", False),
         ("2", "the 2", False),
+        ("5", "five = 5", False),  # prose: math-verify alone would take it
     ],
 )
 def test_expressions(process, gold, answer, right):

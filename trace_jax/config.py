@@ -48,6 +48,7 @@ class WarmupConfig:
     steps: int = 0
     batch_size: int = 256
     learning_rate: float = 3e-3
+    wrong_answers: float = 0.0  # share of the answers that are spoiled (an unreliable teacher)
     init_from: str = ""  # run folder whose warm start is taken over
 
 
@@ -314,6 +315,8 @@ def _validate(c: Config) -> None:
     _choice("rl.old_logprobs", c.rl.old_logprobs, ("learner", "rollout"))
     for name in ("weights", "activations", "kv"):
         _choice(f"precision.{name}", getattr(c.precision, name), (*FORMATS, "bf16"))
+    wrong = c.warmup.wrong_answers
+    require(0 <= wrong < 1, f"warmup.wrong_answers is {wrong}; write a share from 0 up to, not 1")
     for name in ("b1", "b2"):
         value = getattr(c.optim, name)
         require(0 <= value < 1, f"optim.{name} is {value}; write a number from 0 up to, not 1")

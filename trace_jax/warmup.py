@@ -1,5 +1,6 @@
 """Supervised warm start: a model that answers some problems, for RL to build on."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -12,7 +13,8 @@ from trace_jax.config import Config
 from trace_jax.modes import bf16_precision
 from trace_jax.rl.learner import TrainState, apply_gradients, new_state
 from trace_jax.rl.losses import chunked_logprobs
-from trace_jax.tasks import encode_answer, encode_prompt
+from trace_jax.tasks import Problem, encode_answer, encode_prompt
+from trace_jax.tasks.problems import stable_hash
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
@@ -24,11 +26,23 @@ def optimizer(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
 
 
+def spoiled(problem: Problem, share: float) -> Problem:
+    """The problem as an unreliable teacher answers it: in `share` of the cases its words (of a
+    one-word answer, its letters) come in reverse order. Which ones is a matter of its index.
+    """
+    if stable_hash("spoiled", problem.index) / 2**64 >= share:
+        return problem
+    words = problem.answer.split()
+    answer = " ".join(reversed(words)) if len(words) > 1 else problem.answer[::-1]
+    return dataclasses.replace(problem, answer=answer)
+
+
 def encode_examples(problems, tokenizer, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """tokens int32 [N, S] and mask bool [N, S] of the gold answers, EOS included.
+    """tokens int32 [N, S] and mask bool [N, S] of the warm start's answers, EOS included.
 
     An example that does not fit the budgets gets an empty mask: it teaches nothing.
     """
+    problems = [spoiled(p, config.warmup.wrong_answers) for p in problems]
     task = config.task
     tokens = np.full((len(problems), config.max_length), tokenizer.pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
