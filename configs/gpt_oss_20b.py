@@ -1,4 +1,4 @@
-"""GPT-OSS-20B: 20.9 B parameters, 3.6 B active (4.2 with the embedding); the shape of the Hub's checkpoint.
+"""GPT-OSS-20B: 20.9 B parameters, 3.6 B active (4.2 B with the embedding), as on the Hub.
 
     python -m experiments.train --config=configs/gpt_oss_20b.py --workdir=runs/gpt_oss
 

@@ -43,14 +43,19 @@ def is_fp4(tensor: Tensor) -> bool:
 
 
 def reciprocal(outer: np.ndarray) -> np.ndarray:
-    """FP32 g with 1 / g == outer where such a g exists, else the nearest."""
+    """FP32 g with 1 / g == outer where such a g exists, else the nearest.
+
+    Of several, 2688 / amax as the format defines it, amax being a BF16 number.
+    """
+    one, top = np.float32(1), np.float32(2688)
     outer = np.asarray(outer, np.float32)
-    g = np.float32(1) / outer
-    near = (g, np.nextafter(g, np.float32(0)), np.nextafter(g, np.float32(np.inf)))
-    for candidate in near[1:]:
-        exact = (np.float32(1) / candidate == outer) & (np.float32(1) / g != outer)
-        g = np.where(exact, candidate, g)
-    return g.astype(np.float32)
+    g = one / outer
+    amax = (outer * top).astype(ml_dtypes.bfloat16).astype(np.float32)
+    candidates = (np.nextafter(g, np.float32(0)), np.nextafter(g, np.float32(np.inf)))
+    for candidate in candidates:
+        g = np.where((one / candidate == outer) & (one / g != outer), candidate, g)
+    standard = top / amax
+    return np.where(one / standard == outer, standard, g).astype(np.float32)
 
 
 _BYTES = Layout(lambda a: a.view(np.uint8), lambda a: a.view(E4M3))
