@@ -30,7 +30,7 @@ def get_config():
     config.warmup.wrong_answers = 0.4
     config.warmup.batch_size = 128
     config.warmup.learning_rate = 3e-3
-    config.rl.steps = 100
+    config.rl.steps = 60
     config.rl.prompts_per_step = 32
     config.rl.samples = 8
     config.rl.balance_coef = 0.01

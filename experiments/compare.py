@@ -107,8 +107,8 @@ def main():
             for future in concurrent.futures.as_completed(futures):
                 keep(futures[future], future.result())
     shown = table(rows, COMPARED.value)
-    name = f"noise {noise:g}"
-    results.replace_section(out.parent / "README.md", name, shown)
+    for page in (out.parent / "README.md", Path("README.md")):
+        results.replace_section(page, f"modes, noise {noise:g}", shown)
     print(shown)
     cli.print_json({"results": str(out), "rows": len(rows)})
 

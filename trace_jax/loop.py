@@ -304,7 +304,10 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
             chosen = batch_indices(step, w.batch_size, config.data_seed)
             examples = encode_examples([problems.problem(i) for i in chosen], tokenizer, config)
             state, metrics = warm.step(state, *shard_rows(examples, trainer.mesh))
-            progress.update(step, {})
+            if (step + 1) % max(w.steps // 10, 1) == 0:
+                progress.update(step, jax.device_get(metrics))
+            else:
+                progress.advance()
             if interrupt.asked or step + 1 == w.steps:
                 saved.save(step + 1, state, {"step": step + 1})
             if interrupt.asked:

@@ -117,6 +117,7 @@ def _event_writer(run_dir: Path, first_step: int) -> Any:
 
 # What one line of the console shows: label, metric, format.
 LINE = (
+    ("loss", "warmup/loss", "{:.3f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("held-out", "eval/accuracy", "{:.3f}"),
     ("KL", "mismatch/k3", "{:.1e}"),
@@ -128,8 +129,9 @@ LINE = (
 
 def format_line(step: int, row: Mapping[str, Any]) -> str:
     """One iteration in one line; what was not measured in it is left out."""
-    parts = [f"{name} {form.format(row[key])}" for name, key, form in LINE
-             if isinstance(row.get(key), (int, float))]
+    known = {key: _scalar(key, row[key]) for _, key, _ in LINE if key in row}
+    parts = [f"{name} {form.format(known[key])}" for name, key, form in LINE
+             if isinstance(known.get(key), (int, float))]
     lost = [name for name, key, _ in LINE if key in row and row[key] is None]
     return "  ".join([f"step {step:4d}", *parts, *(f"{name} not finite" for name in lost)])
 
@@ -160,6 +162,11 @@ class ProgressLine:
             print(line, file=self.stream, flush=True)
         else:
             self._bar.write(line, file=self.stream)
+            self._bar.update()
+
+    def advance(self) -> None:
+        """Moves the bar by one without a line."""
+        if self._bar is not None:
             self._bar.update()
 
     def close(self) -> None:

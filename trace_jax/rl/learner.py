@@ -269,7 +269,7 @@ class Learner:
         batch = self._batch(rollout, advantages, state.version, old, ref, live)
         steps = _split(batch, self.config.rl.minibatches)
         state, (metrics, logp) = jax.lax.scan(self._step, state, steps)
-        metrics = {k: jnp.max(v) if k.endswith("_max") else jnp.mean(v) for k, v in metrics.items()}
+        metrics = _join(metrics)
         ledger = logprob_ledger(
             logp.reshape(batch.mask.shape), batch.logp_rollout, batch.mask, advantages
         )
@@ -301,13 +301,16 @@ def _split(batch: Batch, parts: int) -> Batch:
     return _take(batch, cut)
 
 
+COUNTS = ("tokens", "missing", "dropped_sequences", "skipped")
+
+
 def _join(metrics: dict) -> dict:
-    """Joins micro-batch metrics: means weighted by tokens, maxima, sums of counts."""
+    """Joins metrics [parts] of micro- or minibatches: token-weighted means, maxima, counts."""
     tokens = metrics["tokens"]
     share = tokens / jnp.maximum(jnp.sum(tokens), 1.0)
     joined = {}
     for name, value in metrics.items():
-        if name == "tokens" or name.endswith(("missing", "dropped_sequences")):
+        if name.endswith(COUNTS):
             joined[name] = jnp.sum(value)
         elif name.endswith("_max"):
             joined[name] = jnp.max(value)
