@@ -212,7 +212,7 @@ def test_metrics_hold_the_whole_ledger_of_every_step(straight):
         assert wanted <= set(row), wanted - set(row)
         assert row["nonfinite_metrics"] == 0
         assert row["train/grad_norm"] > 0 and row["train/clip_fraction"] == 0
-        assert 0 < row["mismatch/gap_mean"] < 0.05, "two paths of one code base differ little"
+        assert 0 <= row["mismatch/gap_mean"] < 0.05, "two paths of one code base differ little"
         assert row["agreement/mean"] > 0.99
     # A block of 16 has 16 bits and a scale byte: k and v 3 bytes each, the input of 32 six.
     assert {row["guidance/bytes_per_token"] for row in rows} == {2 * (3 + 3 + 6)}
@@ -501,7 +501,7 @@ def test_each_mode_runs_two_steps_of_the_same_config(tmp_path, mode):
     assert (metrics["guidance/bytes_per_token"] > 0) == (mode == "trace")
     # BF16 on both sides is the same computation; FP4 against BF16 is not.
     limit = {"naive": (0.005, 1.0)}.get(mode, (0.0, 0.005))
-    assert limit[0] < metrics["mismatch/gap_mean"] < limit[1]
+    assert limit[0] <= metrics["mismatch/gap_mean"] < limit[1]
 
 
 @pytest.mark.slow

@@ -257,3 +257,19 @@ def test_one_expert_of_one_weighs_as_a_dense_layer():
     np.testing.assert_array_equal(
         run_layer(config, params, x)[0], run_layer(helpers.DENSE, dense, x)[0]
     )
+
+
+def test_router_product_asks_for_full_fp32_precision():
+    """BR-053: elsewhere than on CPU a default FP32 product may run in TF32 or BF16 passes."""
+    config = helpers.MOE
+    layer = MoE(config)
+    x = jnp.zeros((1, 3, config.hidden), jnp.bfloat16)
+    valid = jnp.ones((1, 3), bool)
+    sites = Sites(LayerSpec(fp4.LayerPrecision()), fp4.NO_GUIDANCE, SiteInputs())
+    params = layer.init(jax.random.key(0), x, valid, sites)
+    jaxpr = jax.make_jaxpr(lambda p, x: layer.apply(p, x, valid, sites)[1])(params, x)
+    products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    router = [e for e in products if e.outvars[0].aval.shape == (3, 4)]
+    assert len(router) == 1
+    assert all(v.aval.dtype == jnp.float32 for v in router[0].invars)
+    assert set(router[0].params["precision"]) == {jax.lax.Precision.HIGHEST}
