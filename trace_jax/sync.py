@@ -5,11 +5,10 @@ import jax.numpy as jnp
 
 from trace_jax import fp4
 from trace_jax.fp4 import LayerPrecision, QTensor
-from trace_jax.model.layers import Dtype, expert_weight
+from trace_jax.model.layers import KEPT_FP32, Dtype, expert_weight
 from trace_jax.model.transformer import precision_runs
 
 EXPERT_WEIGHTS = ("gate_up", "down")
-KEPT_FP32 = ("router", "attention_norm", "moe_norm", "q_norm", "k_norm", "final_norm")
 
 
 def to_rollout(params: dict, precision: tuple[LayerPrecision, ...]) -> dict:

@@ -72,7 +72,7 @@ class WarmStart:
         out = model.apply(self.config.model, params, tokens, self.numerics)
         logp, _ = chunked_logprobs(
             out.hidden[:, :-1],
-            model.unembedding(params),
+            model.unembedding(params, out.hidden.dtype),
             tokens[:, 1:],
             temperature=1.0,
             chunk=self.config.rl.logprob_chunk,

@@ -101,6 +101,12 @@ def _tiles(rows: jax.Array, groups: Groups) -> jax.Array:
     return rows.reshape(groups.tile_expert.shape[0], -1, rows.shape[-1])
 
 
+def _product(dtype):
+    """Einsum with FP32 sums; FP32 operands keep all their bits on accelerators too."""
+    highest = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return partial(jnp.einsum, preferred_element_type=jnp.float32, precision=highest)
+
+
 @jax.custom_vjp
 def grouped_matmul(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array:
     """x [rows, K] times weight [experts, N, K] of each row's expert: FP32 [rows, N].
@@ -108,14 +114,14 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array
     Accumulates in FP32, gradients included; a gradient is returned in its operand's
     dtype. Experts without rows get a zero gradient.
     """
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    product = _product(x.dtype)
     out = product("tmk,tnk->tmn", _tiles(x, groups), weight[groups.tile_expert])
     return out.reshape(x.shape[0], -1)
 
 
 def _backward(residual, g):
     x, weight, groups = residual
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    product = _product(x.dtype)
     g = _tiles(g.astype(x.dtype), groups)
     dx = product("tmn,tnk->tmk", g, weight[groups.tile_expert]).reshape(x.shape)
     by_tile = product("tmn,tmk->tnk", g, _tiles(x, groups))

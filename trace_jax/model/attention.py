@@ -1,5 +1,7 @@
 """Grouped-query attention over quantized keys and values, with and without a cache."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -8,7 +10,7 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import Format, formats
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, rotary, rounded
+from trace_jax.model.layers import Linear, RMSNorm, precision_of, rotary, rounded
 from trace_jax.model.sites import Sites
 
 
@@ -26,10 +28,12 @@ class KVPlane:
     outer: jax.Array | None = None
 
 
-def empty_plane(shape: tuple[int, ...], head_dim: int, fmt: Format | None) -> KVPlane:
-    """A plane of leading shape [..., B, S, heads]."""
+def empty_plane(
+    shape: tuple[int, ...], head_dim: int, fmt: Format | None, dtype=jnp.bfloat16
+) -> KVPlane:
+    """A plane of leading shape [..., B, S, heads]; `dtype` is that of unquantized values."""
     if fmt is None:
-        return KVPlane(jnp.zeros((*shape, head_dim), jnp.bfloat16))
+        return KVPlane(jnp.zeros((*shape, head_dim), dtype))
     blocks = formats.num_blocks(head_dim, fmt)
     return KVPlane(
         jnp.zeros((*shape, blocks * fmt.block // 2), jnp.uint8),
@@ -63,9 +67,22 @@ def write_plane(plane: KVPlane, new: KVPlane, positions: jax.Array) -> KVPlane:
     return jax.tree.map(lambda old, x: old.at[rows, positions].set(x, mode="drop"), plane, new)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def visible(queries: jax.Array, keys: jax.Array, window: jax.Array | None) -> jax.Array:
+    """bool [B, S, T]: which keys a query sees; positions int32 [B, S] and [B or 1, T].
+
+    `window` int32 counts the query's own key; 0 is no window.
+    """
+    distance = queries[:, :, None] - keys[:, None, :]
+    mask = distance >= 0
+    return mask if window is None else mask & ((distance < window) | (window == 0))
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None = None
+) -> jax.Array:
     """Softmax attention, FP32 scores; q [B, S, H, D], k, v [B, T, KV, D], mask [B, S, T].
 
+    `sinks` FP32 [H] are logits that take part in the softmax and carry no value.
     Masked values are replaced, not multiplied by zero: an unused slot may hold NaN.
     """
     batch, length, heads, dim = q.shape
@@ -73,10 +90,17 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     used = jnp.any(mask, axis=1)[..., None, None]
     k, v = jnp.where(used, k, 0), jnp.where(used, v, 0)
-    scores = jnp.einsum("bsgqd,btgd->bgqst", q, k, preferred_element_type=jnp.float32)
+    product = partial(
+        jnp.einsum, preferred_element_type=jnp.float32, precision=precision_of(q.dtype)
+    )
+    scores = product("bsgqd,btgd->bgqst", q, k)
     scores = jnp.where(mask[:, None, None], scores * dim**-0.5, -1e30)
-    weights = rounded(jax.nn.softmax(scores, axis=-1), v.dtype)
-    out = jnp.einsum("bgqst,btgd->bsgqd", weights, v, preferred_element_type=jnp.float32)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    weights = rounded(jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], v.dtype)
+    out = product("bgqst,btgd->bsgqd", weights, v)
     return rounded(out.reshape(batch, length, heads * dim), q.dtype)
 
 
@@ -91,35 +115,50 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, sites: Sites, cache=None):
+    def __call__(self, x, positions, sites: Sites, cache=None, window=None):
         cfg = self.config
-        heads = (*x.shape[:2], -1, cfg.head_dim)
-        q = Linear(cfg.num_heads * cfg.head_dim, name="q")(x).reshape(heads)
-        k = Linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x).reshape(heads)
-        v = Linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x).reshape(heads)
-        if cfg.qk_norm:
-            q = RMSNorm(cfg.norm_eps, name="q_norm")(q)
-            k = RMSNorm(cfg.norm_eps, name="k_norm")(k)
-        q, k = rotary(q, positions, cfg.rope_theta), rotary(k, positions, cfg.rope_theta)
+        linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
+        q, k, v = self._project(x, linear)
+        q = rotary(q, positions, cfg.rope_theta, cfg.yarn)
+        k = rotary(k, positions, cfg.rope_theta, cfg.yarn)
         k, k_stored = self._store("k", k, sites)
         v, v_stored = self._store("v", v, sites)
         if cache is None:
-            mask = positions[:, None, :] <= positions[:, :, None]
+            mask = visible(positions, positions, window)
         else:
             formats_ = sites.spec.precision
             cache = {
                 "k": write_plane(cache["k"], k_stored, positions),
                 "v": write_plane(cache["v"], v_stored, positions),
             }
-            k = decode_plane(cache["k"], cfg.head_dim, formats_.k)
-            v = decode_plane(cache["v"], cfg.head_dim, formats_.v)
-            mask = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
-        out = Linear(cfg.hidden, name="o")(attend(q, k, v, mask))
+            k = decode_plane(cache["k"], cfg.head_dim, formats_.k).astype(x.dtype)
+            v = decode_plane(cache["v"], cfg.head_dim, formats_.v).astype(x.dtype)
+            mask = visible(positions, jnp.arange(k.shape[1])[None], window)
+        sinks = None
+        if cfg.sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
+        out = linear(cfg.hidden, name="o")(attend(q, k, v, mask, sinks))
         return out, cache
+
+    def _project(self, x, linear):
+        """Queries, keys and values [B, S, heads, head_dim], normed and clamped, not rotated."""
+        cfg = self.config
+        heads = (*x.shape[:2], -1, cfg.head_dim)
+        q = linear(cfg.num_heads * cfg.head_dim, name="q")(x)
+        k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
+        v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
+        if cfg.qk_norm_over == "head":
+            q, k = q.reshape(heads), k.reshape(heads)
+        if cfg.qk_norm:
+            q = RMSNorm(cfg.norm_eps, name="q_norm")(q)
+            k = RMSNorm(cfg.norm_eps, name="k_norm")(k)
+        if cfg.clip_qkv:
+            q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
+        return q.reshape(heads), k.reshape(heads), v.reshape(heads)
 
     def _store(self, site, x, sites: Sites):
         """Values to attend to and their stored form."""
         value, out = sites.quantize(site, x)
         if out is None:
             return value, KVPlane(value)
-        return value, encode_plane(out, getattr(sites.spec.precision, site))
+        return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))

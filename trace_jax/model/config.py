@@ -1,8 +1,35 @@
 """The shape of a model."""
 
 import dataclasses
+import math
 
 from trace_jax.fp4.guidance import SiteShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): rotary frequencies stretched beyond the original context.
+
+    Attributes:
+      factor: how much longer the context became; 1 is plain rotary positions.
+      original_positions: the context before.
+      beta_fast, beta_slow: turns within the original context between which a pair goes
+        from kept to stretched.
+      attention_factor: multiplies cosine and sine; 0 takes 0.1 ln(factor) + 1.
+      truncate: the two ends of that ramp are whole pairs.
+    """
+
+    factor: float = 1.0
+    original_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+    truncate: bool = True
+
+    @property
+    def scale(self) -> float:
+        """What cosine and sine are multiplied by."""
+        return self.attention_factor or 0.1 * math.log(max(self.factor, 1.0)) + 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +44,22 @@ class ModelConfig:
       top_k: experts a token.
       expert_dim: inner width of an expert (of the MLP, if dense).
       norm_topk: gate weights of the chosen experts sum to one.
-      qk_norm: RMS norm of queries and keys by head, before the rotation.
+      qk_norm: RMS norm of queries and keys, before the rotation.
       tie_embeddings: the unembedding is the embedding.
       rope_theta, norm_eps: as usual.
       full_attention_every: every n-th layer has full attention and a KV-cache.
         Only 1 can be run so far; other values serve the byte accounting.
+      qk_norm_over: what that norm is over: "head", or "projection" (OLMoE), which is
+        before the split into heads.
+      clip_qkv: queries, keys and values are clamped to +- this (OLMoE); 0 is off.
+      attention_bias, moe_bias: biases of q, k, v, o; of router and experts (GPT-OSS).
+      windows: keys a query sees in each layer, itself included; 0 is all. () is all in
+        every layer.
+      sinks: a learned logit a head joins the softmax and takes weight (GPT-OSS).
+      swiglu_limit: above 0, GPT-OSS's clamped SwiGLU with this limit.
+      yarn: rotary positions beyond the original context.
+      max_positions: context that the model is made for; exported, no limit here.
+      dtype: of activations and of weights in use: "bfloat16", or "float32" for parity.
     """
 
     vocab_size: int
@@ -39,6 +77,16 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     full_attention_every: int = 1
+    qk_norm_over: str = "head"
+    clip_qkv: float = 0.0
+    attention_bias: bool = False
+    moe_bias: bool = False
+    windows: tuple = ()
+    sinks: bool = False
+    swiglu_limit: float = 0.0
+    yarn: Yarn = Yarn()
+    max_positions: int = 32_768
+    dtype: str = "bfloat16"
 
     def __post_init__(self):
         checks = (
@@ -53,6 +101,22 @@ class ModelConfig:
                 f"top_k is {self.top_k}; write 1 to num_experts ({self.num_experts})",
             ),
             (self.num_experts > 0 or self.top_k == 0, "num_experts is 0 (dense); write top_k 0"),
+            (
+                self.qk_norm_over in ("head", "projection"),
+                f"qk_norm_over is {self.qk_norm_over!r}; write head or projection",
+            ),
+            (
+                len(self.windows) in (0, self.num_layers),
+                f"windows has {len(self.windows)} entries; write num_layers ({self.num_layers})",
+            ),
+            (
+                self.dtype in ("bfloat16", "float32"),
+                f"dtype is {self.dtype!r}; write bfloat16 or float32",
+            ),
+            (
+                self.yarn.factor == 1.0 or self.yarn.original_positions > 0,
+                "yarn.factor is not 1; write yarn.original_positions",
+            ),
         )
         for name in ("vocab_size", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:

@@ -1,5 +1,6 @@
 """Small shared parts: norm, rotary positions, projections, weights in their formats."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -7,8 +8,26 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, formats, unscaled
+from trace_jax.model.config import Yarn
 
-Dtype = jnp.bfloat16  # of activations and of weights in use; masters are FP32
+Dtype = jnp.bfloat16  # of activations and of weights in use, by default; masters are FP32
+PLAIN = Yarn()  # no YaRN
+# Parameters that rollouts, too, use in FP32.
+KEPT_FP32 = (
+    "router",
+    "router_bias",
+    "sinks",
+    "attention_norm",
+    "moe_norm",
+    "q_norm",
+    "k_norm",
+    "final_norm",
+)
+
+
+def precision_of(dtype) -> jax.lax.Precision | None:
+    """FP32 operands are multiplied as FP32: accelerators would take TF32 or BF16."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
 def rounded(x: jax.Array, dtype=Dtype) -> jax.Array:
@@ -39,9 +58,11 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = x W^T, weight [features, inputs], FP32 accumulation, BF16 out."""
+    """y = x W^T (+ bias), weight [features, inputs], FP32 accumulation, `dtype` in and out."""
 
     features: int
+    bias: bool = False
+    dtype: jnp.dtype = Dtype
 
     @nn.compact
     def __call__(self, x):
@@ -49,46 +70,75 @@ class Linear(nn.Module):
         weight = self.param("weight", normal_init(inputs), (self.features, inputs), jnp.float32)
         y = jnp.einsum(
             "...k,nk->...n",
-            x.astype(Dtype),
-            rounded(weight),
+            x.astype(self.dtype),
+            rounded(weight, self.dtype),
             preferred_element_type=jnp.float32,
+            precision=precision_of(self.dtype),
         )
-        return rounded(y)
+        if self.bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+            bias = rounded(bias, self.dtype).astype(jnp.float32)
+            y = y + jnp.expand_dims(bias, range(y.ndim - 1))
+        return rounded(y, self.dtype)
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def frequencies(half: int, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
+    """FP32 [half] radians a position of each rotary pair.
+
+    With YaRN, pairs that turn more than `beta_fast` times within the original context
+    are kept, those that turn less than `beta_slow` times are slowed by `factor`, and a
+    linear ramp over the pair's index joins the two.
+    """
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if yarn.factor == 1.0:
+        return frequency
+
+    def pair_with(turns: float) -> float:
+        return half * math.log(yarn.original_positions / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    high = high if high > low else low + 0.001
+    stretched = jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / (high - low), 0, 1)
+    return frequency * (1 - stretched) + frequency / yarn.factor * stretched
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
     """Rotary embedding, half-split pairs; x [B, S, heads, head_dim], positions [B, S]."""
     half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = frequencies(half, theta, yarn)
     angle = positions[..., None, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if yarn.factor != 1.0:
+        cos, sin = cos * yarn.scale, sin * yarn.scale
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return rounded(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype)
 
 
 class ExpertWeight(NamedTuple):
-    """Weight as a product consumes it: BF16 [E, N, K] and the FP32 outer scale [E, 1, 1].
+    """Weight as a product consumes it: [E, N, K] and the FP32 outer scale [E, 1, 1].
 
     `values` is code x block scale, exact in BF16; `outer` multiplies the FP32
-    product. None where the weight is BF16.
+    product. None where the weight is not quantized.
     """
 
     values: jax.Array
     outer: jax.Array | None
 
 
-def expert_weight(weight, fmt: Format | None) -> ExpertWeight:
+def expert_weight(weight, fmt: Format | None, dtype=Dtype) -> ExpertWeight:
     """The rollout's and the trainer's one way to an expert weight [E, N, K].
 
     A QTensor is decoded; an array is fake-quantized (straight-through) from its
     BF16-rounded values if `fmt` is given; an ExpertWeight passes.
     """
     if isinstance(weight, ExpertWeight):
-        return weight
+        return ExpertWeight(weight.values.astype(dtype), weight.outer)
     if isinstance(weight, QTensor):
-        return ExpertWeight(unscaled(weight), weight.outer)
-    weight = rounded(weight)
+        return ExpertWeight(unscaled(weight, dtype), weight.outer)
     if fmt is None:
-        return ExpertWeight(weight, None)
-    values, outer = fake_quant_unscaled(weight, fmt, outer_axes=(1, 2))
-    return ExpertWeight(values.astype(Dtype), outer)
+        return ExpertWeight(rounded(weight, dtype), None)
+    values, outer = fake_quant_unscaled(rounded(weight), fmt, outer_axes=(1, 2))
+    return ExpertWeight(values.astype(dtype), outer)

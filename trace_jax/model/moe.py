@@ -85,6 +85,11 @@ class MoE(nn.Module):
                 router.astype(jnp.float32),
                 precision=jax.lax.Precision.HIGHEST,
             )
+            if cfg.moe_bias:
+                bias = self.param(
+                    "router_bias", nn.initializers.zeros, (cfg.num_experts,), jnp.float32
+                )
+                logits = logits + bias.astype(jnp.float32)[None]
             replay = None if routes is None else routes.reshape(-1, cfg.top_k)
             routing = route(logits, cfg.top_k, cfg.norm_topk, replay)
             balance = load_balance_loss(routing, valid.reshape(-1))
@@ -101,16 +106,30 @@ class MoE(nn.Module):
         experts = max(cfg.num_experts, 1)
         gate_up = self._weight("gate_up", (experts, 2 * cfg.expert_dim, cfg.hidden), sites)
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
-        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0]
+        dtype = x.dtype
+        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(dtype)
         groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
         rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
-        gate, up = jnp.split(_product(rows, gate_up, groups), 2, axis=-1)
-        mid = sites.perturb("expert_mid", rounded(jax.nn.silu(gate) * up))
+        gate_up_bias, down_bias = self._biases(experts)
+        gate_up = _add_bias(_product(rows, gate_up, groups), gate_up_bias, groups)
+        mid = sites.perturb("expert_mid", rounded(swiglu(gate_up, cfg.swiglu_limit), dtype))
         if precision.expert_mid is not None:
-            mid = self._quantize_mid(mid, ids, routes, groups, sites)
-        y = rows_to_slots(_product(mid, down, groups), groups)
-        y = jnp.sum(y * gates[..., None], axis=1)
-        return rounded(y.reshape(x.shape))
+            mid = self._quantize_mid(mid, ids, routes, groups, sites).astype(dtype)
+        y = _add_bias(_product(mid, down, groups), down_bias, groups)
+        y = jnp.sum(rows_to_slots(y, groups) * gates[..., None], axis=1)
+        return rounded(y.reshape(x.shape), dtype)
+
+    def _biases(self, experts: int):
+        """FP32 [experts, 2 x expert_dim] and [experts, hidden], or None."""
+        cfg = self.config
+        if not cfg.moe_bias:
+            return None, None
+        shapes = {"gate_up_bias": 2 * cfg.expert_dim, "down_bias": cfg.hidden}
+        biases = [
+            self.param(name, nn.initializers.zeros, (experts, width), jnp.float32)
+            for name, width in shapes.items()
+        ]
+        return [rounded(bias, cfg.dtype).astype(jnp.float32) for bias in biases]
 
     def _quantize_mid(self, mid, ids, routes, groups: Groups, sites: Sites):
         """Quantizes rows [rows, expert_dim]; guidance and records are by slot."""
@@ -138,7 +157,30 @@ class MoE(nn.Module):
             init = nn.initializers.normal(stddev=shape[-1] ** -0.5)
             self.param(name, init, shape, jnp.float32)
         weight = self.get_variable("params", name)
-        return expert_weight(weight, sites.spec.precision.expert_weight)
+        fmt = sites.spec.precision.expert_weight
+        return expert_weight(weight, fmt, jnp.dtype(self.config.dtype))
+
+
+def swiglu(gate_up: jax.Array, limit: float = 0.0) -> jax.Array:
+    """Gated activation of FP32 [..., 2 n], gate first, to [..., n].
+
+    Without a limit SiLU(gate) * up. With one it is GPT-OSS's: gate clamped from above,
+    up on both sides, gate * sigmoid(1.702 gate) * (up + 1).
+    """
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    if not limit:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def _add_bias(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:
+    """Rows [rows, N] plus the bias [experts, N] of each row's expert."""
+    if bias is None:
+        return y
+    tiles = groups.tile_expert.shape[0]
+    rows = y.reshape(tiles, -1, y.shape[-1])
+    return (rows + bias[groups.tile_expert][:, None]).reshape(y.shape)
 
 
 def _product(rows, weight: ExpertWeight, groups: Groups) -> jax.Array:

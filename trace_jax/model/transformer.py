@@ -16,7 +16,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.attention import Attention, empty_plane
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Dtype, RMSNorm, normal_init, rounded
+from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of, rounded
 from trace_jax.model.moe import MoE
 from trace_jax.model.sites import Codes, LayerSpec, SiteInputs, SiteOutputs, Sites
 
@@ -123,10 +123,10 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, valid, sites: Sites, cache=None, routes=None):
+    def __call__(self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None):
         eps = self.config.norm_eps
         y, cache = Attention(self.config, name="attention")(
-            RMSNorm(eps, name="attention_norm")(x), positions, sites, cache
+            RMSNorm(eps, name="attention_norm")(x), positions, sites, cache, window
         )
         x = _add(x, y)
         y, ids, balance = MoE(self.config, name="moe")(
@@ -145,7 +145,7 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
         raise ValueError("model.full_attention_every above 1 cannot be run yet; write 1")
     layer = DecoderLayer(config)
     sites = Sites(LayerSpec(fp4.LayerPrecision()), fp4.NO_GUIDANCE, SiteInputs())
-    x = jnp.zeros((1, 1, config.hidden), Dtype)
+    x = jnp.zeros((1, 1, config.hidden), config.dtype)
     at = jnp.zeros((1, 1), jnp.int32)
 
     def one(key):
@@ -170,8 +170,8 @@ def empty_cache(config, precision, batch: int, length: int) -> tuple:
         shape = (stop - start, batch, length, config.num_kv_heads)
         entries.append(
             {
-                "k": empty_plane(shape, config.head_dim, formats_.k),
-                "v": empty_plane(shape, config.head_dim, formats_.v),
+                "k": empty_plane(shape, config.head_dim, formats_.k, config.dtype),
+                "v": empty_plane(shape, config.head_dim, formats_.v, config.dtype),
             }
         )
     return tuple(entries)
@@ -214,12 +214,13 @@ def apply(
     if valid is None:
         valid = jnp.ones((batch, length), bool)
     layer = DecoderLayer(config)
-    x = rounded(params["embed"])[tokens]
+    x = rounded(params["embed"], config.dtype)[tokens]
+    windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
     records, routed, balance = [], [], jnp.float32(0.0)
 
     def step(spec, carry, inputs):
         x, balance = carry
-        layer_params, layer_cache, layer_routes, stored, key = inputs
+        layer_params, layer_cache, layer_routes, stored, key, window = inputs
         site_inputs = SiteInputs(
             stored=stored or {},
             obey=None if guidance is None else guidance.recorded,
@@ -229,7 +230,7 @@ def apply(
         )
         sites = Sites(spec, numerics.plan, site_inputs)
         x, layer_cache, ids, layer_balance = layer.apply(
-            {"params": layer_params}, x, positions, valid, sites, layer_cache, layer_routes
+            {"params": layer_params}, x, positions, valid, sites, layer_cache, layer_routes, window
         )
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
 
@@ -245,6 +246,7 @@ def apply(
             None if routes is None else routes[start:stop],
             _stored(guidance, slots, start, stop, spec),
             None if noise_keys is None else noise_keys[start:stop],
+            None if windows is None else windows[start:stop],
         )
         body = lambda carry, inputs, spec=spec: step(spec, carry, inputs)
         body = jax.checkpoint(body, prevent_cse=False) if remat else body
@@ -311,13 +313,17 @@ def _merge(records: list[SiteOutputs]):
     return merged
 
 
-def unembedding(params: dict) -> jax.Array:
-    """BF16 [vocab, hidden]."""
-    return rounded(params.get("unembed", params["embed"]))
+def unembedding(params: dict, dtype=Dtype) -> jax.Array:
+    """[vocab, hidden] in `dtype`."""
+    return rounded(params.get("unembed", params["embed"]), dtype)
 
 
 def logits(params: dict, hidden: jax.Array) -> jax.Array:
     """FP32 [..., vocab] of hidden [..., hidden]."""
     return jnp.einsum(
-        "...k,vk->...v", hidden, unembedding(params), preferred_element_type=jnp.float32
+        "...k,vk->...v",
+        hidden,
+        unembedding(params, hidden.dtype),
+        preferred_element_type=jnp.float32,
+        precision=precision_of(hidden.dtype),
     )

@@ -148,7 +148,7 @@ class Learner:
         targets = response_window(batch.tokens, batch.prompt_length, width)
         logp, entropy = chunked_logprobs(
             hidden,
-            model.unembedding(params),
+            model.unembedding(params, out.hidden.dtype),
             targets,
             temperature=self.config.rollout.temperature,
             chunk=self.config.rl.logprob_chunk,

@@ -1,0 +1,338 @@
+"""Checkpoints of the Hub in and out.
+
+Import streams tensor by tensor into the stacked parameters; every name and shape is
+checked before a byte is read. FP4 expert weights become QTensors, never BF16. Export
+writes what rollout uses: BF16 values as they are, expert weights through the one codec.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from trace_jax import fp4
+from trace_jax.fp4 import QTensor
+from trace_jax.model import safetensors_dir
+from trace_jax.model.config import ModelConfig
+from trace_jax.model.families import config_from_hub, config_to_hub
+from trace_jax.model.fp4_layouts import (
+    INPUT_SCALE,
+    LAYOUTS,
+    Fp4Layout,
+    is_fp4,
+    layout_name,
+    layout_of,
+    modules_kept,
+)
+from trace_jax.model.layers import KEPT_FP32
+from trace_jax.model.safetensors_dir import SafetensorsDir, listed
+from trace_jax.model.tensors import Tensor, leaf_at, param_shapes, tensors
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+# --- import ----------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    path: str | Path, dtype: str = "bfloat16", *, mesh=None
+) -> tuple[ModelConfig, dict]:
+    """Reads a checkpoint folder (config.json and safetensors), or a GGUF file.
+
+    Args:
+      path: the folder or file.
+      dtype: "bfloat16" or "float32": of the parameters and of the model's activations.
+        Norms, router, sinks and their like stay FP32.
+      mesh: parameters go to their final sharding as they are read; None is one device.
+
+    Returns:
+      The configuration and the parameters as `model.apply` takes them. FP4 expert
+      weights are QTensors.
+
+    Raises:
+      ValueError: an unsupported family, field or quantization; missing, unexpected or
+        misshaped tensors; each time the names are listed.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from trace_jax.model.gguf_io import GgufFile  # the gguf library is only needed here
+
+        source = GgufFile(path)
+        hub = source.config
+    else:
+        hub = read_hub_config(path)
+        source = SafetensorsDir(path)
+    config = config_from_hub(hub, dtype)
+    name = layout_name(hub.get("quantization_config"))
+    layout = None if name is None else layout_of(config, name)
+    wanted = tensors(config) if layout is None else _expanded(tensors(config), layout)
+    _check(source.shapes(), wanted, config, name)
+    return config, _fill(config, layout, wanted, source, mesh)
+
+
+def read_hub_config(path: str | Path) -> dict[str, Any]:
+    """config.json, with ModelOpt's separate quantization file where there is one."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} holds no checkpoint: config.json is missing")
+    hub = json.loads(file.read_text())
+    separate = Path(path) / "hf_quant_config.json"
+    if "quantization_config" not in hub and separate.is_file():
+        found = json.loads(separate.read_text())["quantization"]
+        hub["quantization_config"] = {"quant_method": "modelopt", **found}
+    return hub
+
+
+def _expanded(plain: list[Tensor], layout: Fp4Layout) -> list[Tensor]:
+    out = []
+    for tensor in plain:
+        out += layout.expand(tensor) if is_fp4(tensor) else [tensor]
+    return out
+
+
+def _check(found: Mapping[str, tuple], wanted: list[Tensor], config: ModelConfig, name) -> None:
+    shapes = {t.name: t.shape for t in wanted}
+    optional = {n for n in found if n.endswith(("rotary_emb.inv_freq", ".input_scale"))}
+    if config.tie_embeddings:
+        optional.add("lm_head.weight")
+    problems = {
+        "missing": [n for n in shapes if n not in found],
+        "unexpected": [n for n in found if n not in shapes and n not in optional],
+        "misshaped": [
+            f"{n} {list(found[n])}, not {list(s)}"
+            for n, s in shapes.items()
+            if n in found and tuple(found[n]) != tuple(s)
+        ],
+    }
+    texts = [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]
+    if texts:
+        raise ValueError(f"the checkpoint does not fit its config.json; {'; '.join(texts)}")
+
+
+def param_dtype(path: tuple[str, ...], dtype: str) -> np.dtype:
+    """Dtype that an imported parameter is held in."""
+    return np.dtype(np.float32 if set(path) & set(KEPT_FP32) else jnp.dtype(dtype))
+
+
+def _fill(config: ModelConfig, layout, wanted: list[Tensor], source, mesh) -> dict:
+    params = _empty(config, layout, mesh)
+    outers: dict[tuple, np.ndarray] = {}
+    for tensor in wanted:
+        value = tensor.layout.to_ours(source.read(tensor.name))
+        if tensor.path[-1] == "outer":
+            _check_outer(outers, tensor, value)
+        leaf = leaf_at(params, tensor.path)
+        _set(params, tensor.path, _written(leaf, tensor.index, value))
+    if config.tie_embeddings and "lm_head.weight" in source.shapes():
+        head, embed = (source.read(f"{n}.weight") for n in ("lm_head", "model.embed_tokens"))
+        if not np.array_equal(head, embed):
+            raise ValueError("lm_head.weight differs from the embedding that it is tied to")
+    is_host = lambda a: isinstance(a, np.ndarray)
+    return jax.tree.map(lambda a: jnp.asarray(a) if is_host(a) else a, params)
+
+
+def _check_outer(seen: dict, tensor: Tensor, value: np.ndarray) -> None:
+    """Gate and up are one product here, so theirs must be one scale."""
+    key = (tensor.path, tensor.index)
+    if key in seen and not np.array_equal(seen[key], value):
+        raise ValueError(f"{tensor.name} differs from that of its gate projection: not supported")
+    seen[key] = value
+
+
+def _empty(config: ModelConfig, layout: Fp4Layout | None, mesh) -> dict:
+    """Zeroed parameters; on the host where that is the device, else in place on the devices."""
+
+    def empty(path, shape, dtype):
+        keys = tuple(k.key for k in path if hasattr(k, "key"))
+        if layout is not None and keys[-1] in ("gate_up", "down"):
+            return _empty_qtensor(shape.shape, layout.format, config.dtype, zeros, path)
+        return zeros(path, shape.shape, dtype or param_dtype(keys, config.dtype))
+
+    def zeros(path, shape, dtype):
+        if mesh is None and jax.default_backend() == "cpu":
+            return np.zeros(shape, dtype)
+        if mesh is None:
+            return jnp.zeros(shape, dtype)
+        from trace_jax.parallel.rules import param_spec
+
+        sharding = jax.sharding.NamedSharding(mesh, param_spec(path, shape, mesh))
+        return jnp.zeros(shape, dtype, device=sharding)
+
+    return jax.tree_util.tree_map_with_path(partial(empty, dtype=None), param_shapes(config))
+
+
+def _empty_qtensor(shape, fmt, dtype, zeros, path) -> QTensor:
+    *rows, columns = shape
+    outer = zeros(path, (*rows[:2], 1, 1), np.float32)
+    return QTensor(
+        packed=zeros(path, (*rows, columns // 2), np.uint8),
+        block_scale=zeros(path, (*rows, columns // fmt.block), np.uint8),
+        outer=outer + np.float32(fmt.outer == "none"),
+        format=fmt,
+        axis=-1,
+        length=columns,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def _written(leaf, index: tuple, value: np.ndarray):
+    """`leaf` with `value` at `index`, in place."""
+    if isinstance(leaf, np.ndarray):
+        leaf[index] = value.astype(leaf.dtype)
+        return leaf
+    starts = [i.start if isinstance(i, slice) else i for i in index]
+    starts += [0] * (leaf.ndim - len(starts))
+    lead = leaf.ndim - value.ndim
+    value = value.astype(leaf.dtype).reshape((1,) * lead + value.shape)
+    return _update(leaf, value, jnp.asarray(starts, jnp.int32))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _update(leaf, value, starts):
+    return jax.lax.dynamic_update_slice(leaf, value, list(starts))
+
+
+def _set(tree: dict, path: tuple[str, ...], value) -> None:
+    holder = leaf_at(tree, path[:-1])
+    if isinstance(holder, QTensor):
+        leaf_at(tree, path[:-2])[path[-2]] = holder.replace(**{path[-1]: value})
+    else:
+        holder[path[-1]] = value
+
+
+# --- export ----------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    path: str | Path,
+    config: ModelConfig,
+    params: dict,
+    format: str = "bf16",
+    *,
+    files: Mapping[str, str] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 4 << 30,
+) -> Path:
+    """Writes a checkpoint folder in the Hub's layout, whole or not at all.
+
+    Args:
+      path: the new folder; it must not exist.
+      format: "bf16", "nvfp4" (compressed-tensors, weights only), "nvfp4-modelopt" or
+        "mxfp4" (GPT-OSS). FP4 formats quantize the expert weights, as rollouts do.
+      files: {name: text} of companions that go along: see `companions`.
+      facts: of the run, for the model card.
+      max_shard_bytes: of one safetensors file.
+
+    Raises:
+      ValueError: the folder exists, the format does not fit the family, or a weight is
+        quantized in another format already.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ValueError(f"{path} exists: write another folder")
+    layout = None if format == "bf16" else layout_of(config, format)
+    hub, plain = config_to_hub(config), tensors(config)
+    scratch = path.with_name(f".{path.name}.saving")
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed export
+    scratch.mkdir(parents=True)
+    try:
+        safetensors_dir.write(scratch, _exported(params, plain, layout), max_shard_bytes)
+        if layout is not None:
+            hub["quantization_config"] = layout.quantization(config, modules_kept(plain))
+        _write_companions(scratch, hub, format, files or {}, facts or {})
+        scratch.rename(path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def _exported(params, plain: list[Tensor], layout) -> Iterator[tuple[str, np.ndarray]]:
+    quantized: dict[tuple, QTensor] = {}  # of one layer at a time
+    for tensor in plain:
+        leaf = leaf_at(params, tensor.path)
+        if layout is None or not is_fp4(tensor):
+            yield tensor.name, _bf16_value(leaf, tensor)
+            continue
+        key = (tensor.path, tensor.index[0])
+        if key not in quantized:
+            quantized = {k: v for k, v in quantized.items() if k[1] == key[1]}
+            quantized[key] = _layer_qtensor(leaf, tensor.index[0], layout.format)
+        for part in layout.expand(tensor):
+            value = np.asarray(getattr(quantized[key], part.path[-1])[part.index[1:]])
+            yield part.name, part.layout.to_hub(value)
+        if layout is LAYOUTS["nvfp4-modelopt"]:
+            yield f"{tensor.name.removesuffix('weight')}input_scale", np.array(INPUT_SCALE)
+
+
+def _layer_qtensor(leaf, layer: int, fmt) -> QTensor:
+    """The expert weights [E, N, K] of a layer exactly as `sync.to_rollout` quantizes them."""
+    if isinstance(leaf, QTensor):
+        if leaf.format != fmt:
+            raise ValueError(
+                f"the expert weights are {leaf.format.name} already; export them in that format"
+            )
+        return jax.tree.map(lambda a: a[layer], leaf)
+    weight = jnp.asarray(leaf[layer]).astype(jnp.bfloat16)
+    return jax.jit(partial(fp4.quantize, format=fmt, outer_axes=(1, 2)))(weight)
+
+
+def _bf16_value(leaf, tensor: Tensor) -> np.ndarray:
+    """The file's values: BF16, or FP32 where rollouts use FP32 and BF16 would change it."""
+    if isinstance(leaf, QTensor):
+        layer, rest = tensor.index[0], tensor.index[1:]
+        one = jax.tree.map(lambda a: a[layer], leaf)
+        value = np.asarray(fp4.dequantize(one, jnp.bfloat16))[rest]
+    else:
+        value = np.asarray(leaf[tensor.index] if tensor.index else leaf)
+    narrow = np.asarray(value).astype(BF16)
+    kept = param_dtype(tensor.path, "bfloat16") == np.float32
+    exact = not kept or np.array_equal(narrow.astype(np.float32), value)
+    return tensor.layout.to_hub(narrow if exact else value.astype(np.float32))
+
+
+def companions(folder: str | Path) -> dict[str, str]:
+    """Texts of a checkpoint's tokenizer and generation files."""
+    found = [Path(folder) / name for name in COMPANIONS]
+    return {f.name: f.read_text(encoding="utf-8") for f in found if f.is_file()}
+
+
+def _write_companions(folder: Path, hub: dict, format: str, files, facts) -> None:
+    write = lambda name, value: (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    given = json.loads(files.get("generation_config.json", "{}"))
+    hub |= {k: given[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in given}
+    write("config.json", hub)
+    if "quantization_config" in hub and format == "nvfp4-modelopt":
+        quantization = {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": 16,
+            "exclude_modules": hub["quantization_config"]["ignore"],
+        }
+        write(
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": quantization},
+        )
+    rows = "".join(f"| {key} | {value} |\n" for key, value in facts.items())
+    table = f"\n| | |\n|---|---|\n{rows}" if rows else ""
+    (folder / "README.md").write_text(
+        f"# {hub['model_type']} checkpoint, {format}\n\nExported by trace_jax. Expert weights "
+        f"decode to exactly the values that its rollouts used.\n{table}"
+    )
