@@ -2,7 +2,9 @@
 
     python -m experiments.export --run=DIR --format=nvfp4 --out=DIR
 
-The expert weights decode to exactly the values that the run's FP4 rollouts used.
+Codes and block scales of the expert weights are those of the run's FP4 rollouts. So is the
+outer scale in nvfp4-modelopt; nvfp4 (compressed-tensors) stores its reciprocal, which may move
+it by one FP32 step.
 """
 
 import json

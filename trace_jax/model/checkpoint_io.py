@@ -334,5 +334,5 @@ def _write_companions(folder: Path, hub: dict, format: str, files, facts) -> Non
     table = f"\n| | |\n|---|---|\n{rows}" if rows else ""
     (folder / "README.md").write_text(
         f"# {hub['model_type']} checkpoint, {format}\n\nExported by trace_jax. Expert weights "
-        f"decode to exactly the values that its rollouts used.\n{table}"
+        f"have the codes and block scales that its rollouts used.\n{table}"
     )
