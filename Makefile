@@ -1,5 +1,6 @@
 PYTHON ?= python3
 VENV := .venv
+JOBS ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: setup quickstart test clean
@@ -21,7 +22,7 @@ quickstart: setup
 
 test: setup
 	$(VENV)/bin/python -m ruff check .
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
