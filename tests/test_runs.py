@@ -1,7 +1,10 @@
 """Run folders: never mixed up, never overwritten."""
 
 import json
+import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +37,8 @@ def test_a_new_folder_says_what_ran(tmp_path):
     versions = json.loads((path / "versions.json").read_text())
     for key in ("python", "jax", "flax", "hardware", "command", "git_commit"):
         assert key in versions
-    assert "cpu" in versions["hardware"] and "pytest" in versions["command"]
+    command = shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]])
+    assert "cpu" in versions["hardware"] and versions["command"] == command
 
 
 def test_a_folder_in_use_is_refused_with_what_to_write(tmp_path):
