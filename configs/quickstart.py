@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/spelling
 
-Two CPU cores, about 3 minutes and 2 GiB; held-out accuracy rises several times over
+Two CPU cores, a few minutes, 2 GB; held-out accuracy under FP4 more than doubles
 (experiments/modes has three seeds).
 """
 
