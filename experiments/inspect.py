@@ -12,8 +12,9 @@ from experiments.checkpoints import checkpoint_path
 from trace_jax.fp4 import GuidancePlan
 from trace_jax.model.accounting import summary
 from trace_jax.model.checkpoint_io import read_hub_config
-from trace_jax.model.families import config_from_hub, family_of
+from trace_jax.model.families import family_of
 from trace_jax.model.gguf_io import GgufFile
+from trace_jax.model.hub_config import config_from_hub
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder, .gguf file or pip:PACKAGE.")
 flags.mark_flag_as_required("checkpoint")

@@ -8,7 +8,8 @@ from trace_jax.config import freeze
 from trace_jax.fp4 import MXFP4, NVFP4
 from trace_jax.model import ModelConfig
 from trace_jax.model.accounting import kv_bytes_per_token, weight_bytes
-from trace_jax.model.families import config_from_hub, config_to_hub, family_of
+from trace_jax.model.families import family_of
+from trace_jax.model.hub_config import config_from_hub, config_to_hub
 from trace_jax.model.tensors import parameter_count
 
 # Published totals and active parameters, in billions; OpenAI's 3.61 leaves out the embedding.

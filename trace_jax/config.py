@@ -368,11 +368,6 @@ def _validate_numerics(c: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"config: {error}") from error
     require(
-        c.model.full_attention_every == 1,
-        f"model.full_attention_every is {c.model.full_attention_every}; write 1, other values "
-        "cannot be run yet",
-    )
-    require(
         c.model.vocab_size >= ByteTokenizer.vocab_size,
         f"model.vocab_size is {c.model.vocab_size}; write {ByteTokenizer.vocab_size} or more, "
         "the byte tokenizer's ids",

@@ -1,6 +1,7 @@
 """Grouped-query attention over quantized keys and values, with and without a cache."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,11 +79,17 @@ def visible(queries: jax.Array, keys: jax.Array, window: jax.Array | None) -> ja
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
-    """Softmax attention, FP32 scores; q [B, S, H, D], k, v [B, T, KV, D], mask [B, S, T].
+    """Softmax attention, FP32 scores; q [B, S, H, D], k [B, T, KV, D], v [B, T, KV, DV].
 
-    `sinks` FP32 [H] are logits that take part in the softmax and carry no value.
+    Returns [B, S, H * DV]. `mask` is bool [B, S, T], `scale` of the scores D ** -0.5 by
+    default. `sinks` FP32 [H] are logits that take part in the softmax and carry no value.
     Masked values are replaced, not multiplied by zero: an unused slot may hold NaN.
     """
     batch, length, heads, dim = q.shape
@@ -94,23 +101,55 @@ def attend(
         jnp.einsum, preferred_element_type=jnp.float32, precision=precision_of(q.dtype)
     )
     scores = product("bsgqd,btgd->bgqst", q, k)
-    scores = jnp.where(mask[:, None, None], scores * dim**-0.5, -1e30)
+    scores = jnp.where(mask[:, None, None], scores * (scale or dim**-0.5), -1e30)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
         sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks], axis=-1)
     weights = rounded(jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], v.dtype)
     out = product("bgqst,btgd->bsgqd", weights, v)
-    return rounded(out.reshape(batch, length, heads * dim), q.dtype)
+    return rounded(out.reshape(batch, length, -1), q.dtype)
+
+
+def store(site: str, x: jax.Array, sites: Sites) -> tuple[jax.Array, KVPlane]:
+    """Values to attend to and their stored form."""
+    value, out = sites.quantize(site, x)
+    if out is None:
+        return value, KVPlane(value)
+    return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))
+
+
+class Remembered(NamedTuple):
+    """k [B, T, KV, D], v [B, T, KV, DV] to attend to, mask bool [B, S, T], and the cache."""
+
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array
+    cache: dict | None
+
+
+def remember(k, v, positions, sites: Sites, cache=None, window=None) -> Remembered:
+    """Quantizes k, v [B, S, KV, ...] at their sites and appends them to the cache.
+
+    Without a cache the same quantized values are attended to directly. Either way what is
+    attended to is what was quantized, the current token included.
+    """
+    new_k, k_stored = store("k", k, sites)
+    new_v, v_stored = store("v", v, sites)
+    if cache is None:
+        return Remembered(new_k, new_v, visible(positions, positions, window), None)
+    cache = {
+        "k": write_plane(cache["k"], k_stored, positions),
+        "v": write_plane(cache["v"], v_stored, positions),
+    }
+    formats_ = sites.spec.precision
+    k = decode_plane(cache["k"], k.shape[-1], formats_.k).astype(k.dtype)
+    v = decode_plane(cache["v"], v.shape[-1], formats_.v).astype(v.dtype)
+    return Remembered(k, v, visible(positions, jnp.arange(k.shape[1])[None], window), cache)
 
 
 class Attention(nn.Module):
-    """Attention of one layer.
-
-    With a cache, new keys and values are appended at `positions` and attention
-    reads the cache; without, it reads the same quantized values directly. Either
-    way what is attended to is what was quantized, the current token included.
-    """
+    """Attention of one layer: new keys and values are remembered at `positions`."""
 
     config: ModelConfig
 
@@ -118,47 +157,37 @@ class Attention(nn.Module):
     def __call__(self, x, positions, sites: Sites, cache=None, window=None):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
-        q, k, v = self._project(x, linear)
-        q = rotary(q, positions, cfg.rope_theta, cfg.yarn)
-        k = rotary(k, positions, cfg.rope_theta, cfg.yarn)
-        k, k_stored = self._store("k", k, sites)
-        v, v_stored = self._store("v", v, sites)
-        if cache is None:
-            mask = visible(positions, positions, window)
-        else:
-            formats_ = sites.spec.precision
-            cache = {
-                "k": write_plane(cache["k"], k_stored, positions),
-                "v": write_plane(cache["v"], v_stored, positions),
-            }
-            k = decode_plane(cache["k"], cfg.head_dim, formats_.k).astype(x.dtype)
-            v = decode_plane(cache["v"], cfg.head_dim, formats_.v).astype(x.dtype)
-            mask = visible(positions, jnp.arange(k.shape[1])[None], window)
+        q, k, v, gate = self._project(x, linear)
+        q = rotary(q, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
+        k = rotary(k, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
+        k, v, mask, cache = remember(k, v, positions, sites, cache, window)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
-        out = linear(cfg.hidden, name="o")(attend(q, k, v, mask, sinks))
-        return out, cache
+        out = attend(q, k, v, mask, sinks)
+        if gate is not None:
+            gate = jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
+            out = rounded(out.astype(jnp.float32) * gate, x.dtype)
+        return linear(cfg.hidden, name="o")(out), cache
 
     def _project(self, x, linear):
-        """Queries, keys and values [B, S, heads, head_dim], normed and clamped, not rotated."""
+        """Queries, keys, values and the output's gate or None, [B, S, heads, head_dim].
+
+        They are normed and clamped, not rotated. A gated q holds each head's query and gate.
+        """
         cfg = self.config
         heads = (*x.shape[:2], -1, cfg.head_dim)
-        q = linear(cfg.num_heads * cfg.head_dim, name="q")(x)
+        q = linear(cfg.num_heads * cfg.head_dim * (1 + cfg.attention_gate), name="q")(x)
         k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
         v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
+        gate = None
+        if cfg.attention_gate:
+            q, gate = jnp.split(q.reshape(*x.shape[:2], cfg.num_heads, -1), 2, axis=-1)
         if cfg.qk_norm_over == "head":
             q, k = q.reshape(heads), k.reshape(heads)
         if cfg.qk_norm:
-            q = RMSNorm(cfg.norm_eps, name="q_norm")(q)
-            k = RMSNorm(cfg.norm_eps, name="k_norm")(k)
+            q = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="q_norm")(q)
+            k = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="k_norm")(k)
         if cfg.clip_qkv:
             q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
-        return q.reshape(heads), k.reshape(heads), v.reshape(heads)
-
-    def _store(self, site, x, sites: Sites):
-        """Values to attend to and their stored form."""
-        value, out = sites.quantize(site, x)
-        if out is None:
-            return value, KVPlane(value)
-        return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))
+        return q.reshape(heads), k.reshape(heads), v.reshape(heads), gate

@@ -21,7 +21,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import QTensor
 from trace_jax.model import safetensors_dir
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.families import config_from_hub, config_to_hub
+from trace_jax.model.families import FAMILIES, family_of
 from trace_jax.model.fp4_layouts import (
     INPUT_SCALE,
     LAYOUTS,
@@ -31,11 +31,13 @@ from trace_jax.model.fp4_layouts import (
     layout_of,
     modules_kept,
 )
+from trace_jax.model.hub_config import config_from_hub, config_to_hub
 from trace_jax.model.layers import KEPT_FP32
 from trace_jax.model.safetensors_dir import SafetensorsDir, listed
 from trace_jax.model.tensors import Tensor, leaf_at, param_shapes, tensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+ALWAYS_FP32 = ("router_correction",)  # in files, too, whatever their values
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -109,6 +111,9 @@ def _expanded(plain: list[Tensor], layout: Fp4Layout) -> list[Tensor]:
 def _check(found: Mapping[str, tuple], wanted: list[Tensor], config: ModelConfig, name) -> None:
     shapes = {t.name: t.shape for t in wanted}
     optional = {n for n in found if n.endswith(("rotary_emb.inv_freq", ".input_scale"))}
+    if left_out := FAMILIES[family_of(config)].left_out:
+        start = left_out.format(num_layers=config.num_layers)
+        optional |= {n for n in found if n.startswith(start)}
     if config.tie_embeddings:
         optional.add("lm_head.weight")
     problems = {
@@ -293,13 +298,16 @@ def _layer_qtensor(leaf, layer: int, fmt) -> QTensor:
 
 
 def _bf16_value(leaf, tensor: Tensor) -> np.ndarray:
-    """The file's values: BF16, or FP32 where rollouts use FP32 and BF16 would change it."""
+    """The file's values: BF16; FP32 where rollouts use FP32 and BF16 would change them, or
+    where files of this kind always have FP32."""
     if isinstance(leaf, QTensor):
         layer, rest = tensor.index[0], tensor.index[1:]
         one = jax.tree.map(lambda a: a[layer], leaf)
         value = np.asarray(fp4.dequantize(one, jnp.bfloat16))[rest]
     else:
         value = np.asarray(leaf[tensor.index] if tensor.index else leaf)
+    if tensor.path[-1] in ALWAYS_FP32:
+        return tensor.layout.to_hub(np.asarray(value, np.float32))
     narrow = np.asarray(value).astype(BF16)
     kept = param_dtype(tensor.path, "bfloat16") == np.float32
     exact = not kept or np.array_equal(narrow.astype(np.float32), value)

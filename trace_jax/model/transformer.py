@@ -1,11 +1,13 @@
 """One forward for prefill, decode and training.
 
-Layers are stacked and scanned. Consecutive layers of equal numerics form a
-segment with one scan, so precision and guidance may differ from layer to layer
-without a branch inside the loop.
+Layers are stacked and scanned. Consecutive layers of one kind and equal numerics form a
+segment with one scan, so what a layer is made of, precision and guidance may differ from
+layer to layer without a branch inside the loop.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,14 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.attention import Attention, empty_plane
-from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of, rounded
-from trace_jax.model.moe import MoE
+from trace_jax.model.config import LayerKind, ModelConfig
+from trace_jax.model.latent_attention import LatentAttention
+from trace_jax.model.layers import Dtype, Mlp, RMSNorm, normal_init, precision_of, rounded
+from trace_jax.model.linear_attention import LinearAttention, empty_state
+from trace_jax.model.moe import NOT_RECORDED, MoE
 from trace_jax.model.sites import Codes, LayerSpec, SiteInputs, SiteOutputs, Sites
+
+T = TypeVar("T")
 
 
 @struct.dataclass
@@ -42,9 +48,9 @@ class Record:
 
     Attributes:
       sites: {site: SiteGuidance} with leading axes [planned layers, B, S, rows].
-      audit: {site: Codes} with leading axes [layers, audit rows, S, rows]; sites
-        that are BF16 in every layer are absent.
-      routes: int32 [layers, B, S, slots].
+      audit: {site: Codes} with leading axes [layers that quantize it, audit rows, S, rows];
+        sites that are BF16 in every layer are absent.
+      routes: int32 [layers, B, S, slots]; NOT_RECORDED in dense layers beside experts.
     """
 
     sites: dict[str, SiteGuidance]
@@ -83,10 +89,10 @@ def numerics(
     """
     planned = planned_layers(config, precision, plan)
     layers = []
-    for i, formats_ in enumerate(precision):
+    for i, (formats_, kind) in enumerate(zip(precision, config.layer_kinds, strict=True)):
         here = tuple(site for site, chosen in planned.items() if i in chosen)
-        spec = LayerSpec(formats_, here if guide else (), here if record else (), audit_rows)
-        layers.append(spec)
+        guided, recorded = here if guide else (), here if record else ()
+        layers.append(LayerSpec(formats_, guided, recorded, audit_rows, kind))
     return Numerics(tuple(layers), plan)
 
 
@@ -100,39 +106,61 @@ def planned_layers(config, precision, plan) -> dict[str, tuple[int, ...]]:
     return {site: layers for site, layers in kept.items() if layers}
 
 
-def segments(specs: tuple[LayerSpec, ...]) -> list[tuple[int, int, LayerSpec]]:
-    """Runs of equal layers as (start, stop, spec)."""
+def segments(layers: Sequence[T]) -> list[tuple[int, int, T]]:
+    """Runs of equal layers as (start, stop, layer); a layer is whatever is said of it."""
     runs = []
-    for i, spec in enumerate(specs):
-        if runs and runs[-1][2] == spec:
-            runs[-1] = (runs[-1][0], i + 1, spec)
+    for i, layer in enumerate(layers):
+        if runs and runs[-1][2] == layer:
+            runs[-1] = (runs[-1][0], i + 1, layer)
         else:
-            runs.append((i, i + 1, spec))
+            runs.append((i, i + 1, layer))
     return runs
 
 
-def precision_runs(precision) -> list[tuple[int, int, LayerPrecision]]:
-    """Runs of layers of equal precision as (start, stop, precision)."""
-    runs = segments(tuple(LayerSpec(p) for p in precision))
-    return [(start, stop, spec.precision) for start, stop, spec in runs]
+def layer_runs(config: ModelConfig, precision) -> list[tuple[int, int, LayerSpec]]:
+    """Runs of layers of one kind and equal precision: one entry each of a cache."""
+    pairs = zip(precision, config.layer_kinds, strict=True)
+    return segments(tuple(LayerSpec(formats_, kind=kind) for formats_, kind in pairs))
+
+
+def stacks_of(layers: dict | tuple) -> tuple[dict, ...]:
+    """The parameter stacks of a model's layers, in order."""
+    return (layers,) if isinstance(layers, dict) else layers
+
+
+def depth(stack) -> int:
+    """Layers in a stack of parameters."""
+    return jax.tree.leaves(stack)[0].shape[0]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and experts, each behind a norm, with residuals."""
+    """Attention and experts, each behind a norm, with residuals; `kind` replaces either."""
 
     config: ModelConfig
+    kind: LayerKind = LayerKind()
 
     @nn.compact
     def __call__(self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None):
-        eps = self.config.norm_eps
-        y, cache = Attention(self.config, name="attention")(
-            RMSNorm(eps, name="attention_norm")(x), positions, sites, cache, window
+        cfg = self.config
+        norm = partial(RMSNorm, cfg.norm_eps, cfg.zero_centred_norms)
+        y, cache = self._attend(
+            norm(name="attention_norm")(x), positions, valid, sites, cache, window
         )
         x = _add(x, y)
-        y, ids, balance = MoE(self.config, name="moe")(
-            RMSNorm(eps, name="moe_norm")(x), valid, sites, routes
-        )
+        h = norm(name="moe_norm")(x)
+        if self.kind.dense:
+            y = Mlp(cfg.dense_dim, name="mlp")(h)
+            ids, balance = jnp.full((*x.shape[:2], cfg.slots), NOT_RECORDED), jnp.float32(0.0)
+        else:
+            y, ids, balance = MoE(cfg, name="moe")(h, valid, sites, routes)
         return _add(x, y), cache, ids, balance
+
+    def _attend(self, h, positions, valid, sites, cache, window):
+        if self.kind.linear:
+            layer = LinearAttention(self.config, name="linear_attention")
+            return layer(h, positions, valid, cache)
+        chosen = LatentAttention if self.config.latent.kv_rank else Attention
+        return chosen(self.config, name="attention")(h, positions, sites, cache, window)
 
 
 def _add(x, y):
@@ -140,23 +168,30 @@ def _add(x, y):
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
-    """FP32 parameters: {"embed", "layers" (stacked), "final_norm"[, "unembed"]}."""
-    if config.full_attention_every != 1:
-        raise ValueError("model.full_attention_every above 1 cannot be run yet; write 1")
-    layer = DecoderLayer(config)
+    """FP32 parameters: {"embed", "layers", "final_norm"[, "unembed"]}.
+
+    "layers" is one stack of all layers' parameters, or, where layers are not all of one
+    kind, a tuple of one stack for each run of layers that are.
+    """
+    embed_key, layer_key, unembed_key = jax.random.split(key, 3)
+    layer_keys = jax.random.split(layer_key, config.num_layers)
     sites = Sites(LayerSpec(fp4.LayerPrecision()), fp4.NO_GUIDANCE, SiteInputs())
     x = jnp.zeros((1, 1, config.hidden), config.dtype)
     at = jnp.zeros((1, 1), jnp.int32)
 
-    def one(key):
-        return layer.init(key, x, at, at == 0, sites)["params"]
+    def one(kind, key):
+        return DecoderLayer(config, kind).init(key, x, at, at == 0, sites)["params"]
 
-    embed_key, layer_key, unembed_key = jax.random.split(key, 3)
+    runs = layer_runs(config, (fp4.LayerPrecision(),) * config.num_layers)
+    stacks = tuple(
+        jax.vmap(partial(one, spec.kind))(layer_keys[start:stop]) for start, stop, spec in runs
+    )
     table = (config.vocab_size, config.hidden)
+    first = jnp.zeros if config.zero_centred_norms else jnp.ones
     params = {
         "embed": nn.initializers.normal(0.02)(embed_key, table, jnp.float32),
-        "layers": jax.vmap(one)(jax.random.split(layer_key, config.num_layers)),
-        "final_norm": {"weight": jnp.ones(config.hidden, jnp.float32)},
+        "layers": stacks if len(stacks) > 1 else stacks[0],
+        "final_norm": {"weight": first(config.hidden, jnp.float32)},
     }
     if not config.tie_embeddings:
         params["unembed"] = normal_init(config.hidden)(unembed_key, table, jnp.float32)
@@ -164,17 +199,27 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
 
 
 def empty_cache(config, precision, batch: int, length: int) -> tuple:
-    """KV-cache for `batch` sequences of up to `length` tokens, one entry a precision segment."""
-    entries = []
-    for start, stop, formats_ in precision_runs(precision):
-        shape = (stop - start, batch, length, config.num_kv_heads)
-        entries.append(
-            {
-                "k": empty_plane(shape, config.head_dim, formats_.k, config.dtype),
-                "v": empty_plane(shape, config.head_dim, formats_.v, config.dtype),
-            }
-        )
-    return tuple(entries)
+    """Cache for `batch` sequences of up to `length` tokens, one entry a run of `layer_runs`.
+
+    Layers with softmax attention have planes of keys and values, those with linear
+    attention a state that does not grow; the axes of all leaves begin [layers, batch].
+    """
+    shapes = config.site_shapes()
+
+    def entry(layers, spec):
+        if spec.kind.linear:
+            return empty_state(config, (layers, batch))
+        return {
+            site: empty_plane(
+                (layers, batch, length, shapes[site].rows),
+                shapes[site].width,
+                getattr(spec.precision, site),
+                config.dtype,
+            )
+            for site in ("k", "v")
+        }
+
+    return tuple(entry(stop - start, spec) for start, stop, spec in layer_runs(config, precision))
 
 
 def apply(
@@ -200,8 +245,9 @@ def apply(
       numerics: formats, guided and recorded sites a layer.
       positions: int32 [B, S]; default 0..S-1. With a cache they say where to write.
       valid: bool [B, S]; padding is False and counts in no statistic.
-      cache: from `empty_cache`, or None (training). Its segments must be those of
-        `numerics`' precision.
+      cache: from `empty_cache`, or None (training). Its entries must be those of
+        `numerics`' precision. Linear attention goes on from its state, wherever
+        `positions` are, unless they begin at 0; `valid` tokens must come first.
       guidance: needed if `numerics` guides. Obeyed where `recorded`.
       guard: FP32 [B, S], steps around the midpoint inside which bits are obeyed.
       routes: int32 [layers, B, S, top_k] to replay, NOT_RECORDED where free.
@@ -213,7 +259,6 @@ def apply(
         positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
     if valid is None:
         valid = jnp.ones((batch, length), bool)
-    layer = DecoderLayer(config)
     x = rounded(params["embed"], config.dtype)[tokens]
     windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
     records, routed, balance = [], [], jnp.float32(0.0)
@@ -229,19 +274,20 @@ def apply(
             noise=noise,
         )
         sites = Sites(spec, numerics.plan, site_inputs)
+        layer = DecoderLayer(config, spec.kind)
         x, layer_cache, ids, layer_balance = layer.apply(
             {"params": layer_params}, x, positions, valid, sites, layer_cache, layer_routes, window
         )
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
 
-    runs = precision_runs(tuple(spec.precision for spec in numerics.layers))
+    runs = layer_runs(config, tuple(spec.precision for spec in numerics.layers))
     caches = None if cache is None else [[] for _ in runs]
     slots = _guidance_slots(numerics)
     noise_keys = None if noise_key is None else jax.random.split(noise_key, config.num_layers)
     for start, stop, spec in segments(numerics.layers):
         run, cut = _cut(runs, start, stop)
         inputs = (
-            _layer_params(params["layers"], run, cut, start, stop),
+            _layer_params(params["layers"], start, stop),
             None if cache is None else jax.tree.map(cut, cache[run]),
             None if routes is None else routes[start:stop],
             _stored(guidance, slots, start, stop, spec),
@@ -259,25 +305,29 @@ def apply(
     record = Record(*_merge(records), jnp.concatenate(routed))
     if caches is not None:
         caches = tuple(jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in caches)
-    return Output(x, caches, record, balance / config.num_layers)
+    return Output(x, caches, record, balance / (config.num_layers - config.dense_layers))
 
 
 def _cut(runs, start, stop):
-    """The precision run that holds layers start..stop, and the slicing of its stack."""
+    """The run that holds layers start..stop, and the slicing of its entries."""
     run = next(i for i, (first, last, _) in enumerate(runs) if first <= start < last)
     first = runs[run][0]
     return run, lambda a: a[start - first : stop - first]
 
 
-def _layer_params(layers, run, cut, start, stop):
-    """Parameters of layers start..stop from one stack, or from one a precision run (sync.py)."""
-    if isinstance(layers, dict):
-        return jax.tree.map(lambda a: a[start:stop], layers)
-    return jax.tree.map(cut, layers[run])
+def _layer_params(layers, start, stop):
+    """Parameters of layers start..stop, which lie in one of the stacks."""
+    first = 0
+    for stack in stacks_of(layers):
+        if start < first + depth(stack):
+            break
+        first += depth(stack)
+    return jax.tree.map(lambda a: a[start - first : stop - first], stack)
 
 
 def _final_norm(config, params, x):
-    return RMSNorm(config.norm_eps).apply({"params": params["final_norm"]}, x)
+    norm = RMSNorm(config.norm_eps, config.zero_centred_norms)
+    return norm.apply({"params": params["final_norm"]}, x)
 
 
 def _guidance_slots(numerics: Numerics) -> dict[str, list[int]]:
