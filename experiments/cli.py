@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import app, flags
+from ml_collections import config_flags
 
+from trace_jax import methods
 from trace_jax.checkpoint import CheckpointError
+from trace_jax.config import Config, ConfigError, freeze, to_dict
 from trace_jax.loop import Result, TrainingStopped
 
 STOPPED = 130  # as a shell reports a command ended by Ctrl-C
@@ -47,6 +50,38 @@ def _parse(argv):
 def _end(message: str, code: int):
     print(message, file=sys.stderr)
     sys.exit(code)
+
+
+def config_of(holder) -> Config:
+    """The frozen configuration of a --config flag.
+
+    Raises:
+      ConfigError: also where the named method sets what a flag says otherwise.
+    """
+    config = freeze(holder.value)
+    given = config_flags.get_override_values(flags.FLAGS[holder.name])
+    for path, value in given.items():
+        held = to_dict(config)
+        for name in path.split("."):
+            held = held[name]
+        if path in methods.METHODS.get(config.method, ()) and held != value:
+            raise ConfigError(
+                f"--config.{path}={value} is not what method {config.method!r} stands for "
+                f"({held}); leave one of the two out"
+            )
+    return config
+
+
+def header(config: Config) -> str:
+    """One line: the method and its settings, and what is emulated."""
+    tree = to_dict(config)
+    shown = {"mode": config.mode}
+    if config.method:
+        shown = {"method": config.method} | methods.settings(tree, config.method)
+    if config.rollout.engine_noise:
+        shown["rollout.engine_noise"] = config.rollout.engine_noise
+    text = "  ".join(f"{k} {v}" for k, v in shown.items())
+    return f"{text}  (FP4 products are emulated in BF16)"
 
 
 def summary(result: Result, report: Path | None) -> dict:

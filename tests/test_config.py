@@ -352,6 +352,8 @@ def commands(tmp_path_factory):
         "missing_file": ["--config=configs/missing.py", workdir],
         "no_workdir": [config],
         "stray_word": [*base, "rl.steps=3"],
+        "method": [*base, "--config.method=trace_codes", "--config.guidance.layers=0,2"],
+        "against_method": [*base, "--config.method=qarl", "--config.rl.algorithm=grpo"],
     }
     run = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(lines), str(folder)],
@@ -409,6 +411,19 @@ def test_float_text_for_an_integer_is_a_clear_error(commands):
     """BR-143: --config.rl.steps=1e3."""
     line = refused_line(commands, "float_for_int")
     assert line.startswith("error: ") and "config.rl.steps" in line and "1e3" in line
+
+
+def test_a_method_is_shown_with_its_settings_and_those_given_by_hand(commands):
+    config = settings(commands, "method")
+    assert (config.guidance.bits, config.guidance.layers) == (4, "0,2")
+    (line,) = commands["method"][2].splitlines()
+    assert line.startswith("method trace_codes  mode trace  guidance.bits 4  guidance.layers 0,2")
+
+
+def test_a_flag_against_its_method_is_a_clear_error(commands):
+    """A value that is the default cannot be told from one not given, but a flag can."""
+    line = refused_line(commands, "against_method")
+    assert "--config.rl.algorithm=grpo is not what method 'qarl' stands for (tbpo)" in line
 
 
 def test_nan_on_the_command_line_is_refused_by_us(commands):

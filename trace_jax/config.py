@@ -14,13 +14,14 @@ from typing import Any
 
 import ml_collections
 
+from trace_jax import methods
 from trace_jax.fp4 import FORMATS, GuidancePlan, PrecisionPolicy, Rule, select_layers
 from trace_jax.model import ModelConfig, planned_layers
 from trace_jax.rl.corrections import KINDS
 from trace_jax.rl.losses import ALGORITHMS
 from trace_jax.tasks import ByteTokenizer
 
-MODES = ("bf16", "naive", "post_hoc", "qat", "w4a16", "trace")
+MODES = ("bf16", "naive", "post_hoc", "qat", "w4a16", "quads", "trace")
 
 
 class ConfigError(ValueError):
@@ -54,7 +55,7 @@ class WarmupConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-    algorithm: str = "grpo"  # grpo | dr_grpo | dapo | gspo
+    algorithm: str = "grpo"  # grpo | dr_grpo | dapo | gspo | tbpo
     steps: int = 100
     prompts_per_step: int = 64
     samples: int = 8  # responses a prompt
@@ -63,6 +64,7 @@ class RLConfig:
     old_logprobs: str = "learner"  # whose log-probs the ratio is against: learner | rollout
     correction: str = "none"  # none | tis | icepop | sequence_mask
     correction_cap: float = 5.0
+    score_centering: int = 0  # the sampler's likeliest tokens that are centred on; 0 is off
     kl_coef: float = 0.0  # k3 to the policy that RL started from
     balance_coef: float = 0.0  # load-balance loss of the router
     routing_replay: bool = True
@@ -146,6 +148,7 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: ModelConfig
+    method: str = ""  # a named set of settings, see trace_jax.methods
     mode: str = "trace"
     seed: int = 0  # initial parameters and sampling
     data_seed: int = 0  # problems and their order
@@ -202,7 +205,21 @@ def freeze(tree: Mapping[str, Any]) -> Config:
     """
     if isinstance(tree, ml_collections.ConfigDict):
         tree = tree.to_dict()
-    return _build(Config, tree, "")
+    return _build(Config, _with_method(tree), "")
+
+
+def _with_method(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`tree` with what its method sets; freezing the result again changes nothing."""
+    method = tree.get("method", "")
+    if method == "":
+        return tree
+    _choice("method", method, tuple(methods.METHODS))
+    known = [f for f in dataclasses.fields(Config) if f.default is not dataclasses.MISSING]
+    return methods.apply(tree, {f.name: _plain(f.default) for f in known})
+
+
+def _plain(value):
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
 def to_dict(config: Config) -> dict:
@@ -278,6 +295,7 @@ _AT_LEAST = {
     "rl.micro_batches": 1,
     "rl.logprob_chunk": 1,
     "rl.kl_coef": 0,
+    "rl.score_centering": 0,
     "rl.balance_coef": 0,
     "rollout.engine_noise": 0,
     "optim.warmup_steps": 0,
@@ -333,6 +351,11 @@ def _validate(c: Config) -> None:
         c.rl.correction == "none" or c.rl.old_logprobs == "learner",
         f"rl.correction is {c.rl.correction!r} and the ratio is against the rollout already; "
         "write rl.old_logprobs='learner', or rl.correction='none'",
+    )
+    require(
+        not c.rl.score_centering or c.rl.correction == "none",
+        f"rl.score_centering is {c.rl.score_centering} with rl.correction {c.rl.correction!r}; "
+        "write rl.correction='none', the two together are not implemented",
     )
     parts = c.rl.minibatches * c.rl.micro_batches
     require(

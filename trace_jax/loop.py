@@ -215,7 +215,8 @@ class Trainer:
         with clock.part("train") as ready:
             advantages, live = self._advantages(rewards, valid)
             old, ref = self._fixed_logprobs(train, state, rollout)
-            train, metrics = self.learner.update(train, rollout, advantages, live, old, ref)
+            head = self.learner.sampler_head(params, rollout) if c.rl.score_centering else None
+            train, metrics = self.learner.update(train, rollout, advantages, live, old, ref, head)
             ready(metrics)
         self._check(train, step)
         seconds = clock.seconds

@@ -22,7 +22,7 @@ from trace_jax.ledger import code_ledger
 from trace_jax.loop import Trainer
 from trace_jax.model.transformer import Guidance
 from trace_jax.rl.learner import response_window
-from trace_jax.rl.losses import chunked_logprobs
+from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.rl.mismatch import logprob_ledger
 from trace_jax.rollout import Engine, EngineConfig
 from trace_jax.rollout.sampling import request_keys

@@ -46,6 +46,8 @@ class Format:
         used for activations and the KV-cache: multiplying by it is exact, and
         the trainer recovers the rollout's value from the block scales alone
         (see guidance.py). "none": no outer scale.
+      residual: share of a row's values, those with the largest error, whose error is
+        quantized in a second pass (QUADS, arXiv 2607.15810); activations only. 0: none.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Format:
     scale_type: Literal["e4m3", "e8m0"]
     scale_rule: ScaleRule
     outer: OuterRule
+    residual: float = 0.0
 
     def __post_init__(self):
         rules = {"e4m3": ("six", "four_over_six"), "e8m0": ("floor", "ceil", "round_up")}
