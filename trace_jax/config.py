@@ -17,6 +17,7 @@ import ml_collections
 from trace_jax import methods
 from trace_jax.fp4 import FORMATS, GuidancePlan, PrecisionPolicy, Rule, select_layers
 from trace_jax.model import ModelConfig, planned_layers
+from trace_jax.model.checkpoint_io import checkpoint_config
 from trace_jax.rl.corrections import KINDS
 from trace_jax.rl.losses import ALGORITHMS
 from trace_jax.tasks import ByteTokenizer
@@ -40,6 +41,13 @@ class TaskConfig:
     datasets: tuple = (("chain_sum", 1.0, (("min_terms", 2), ("max_terms", 2))),)
     max_prompt: int = 32  # tokens, BOS included; longer prompts are dropped and counted
     max_response: int = 16  # tokens, EOS included
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Where the parameters start. A checkpoint brings its model, tokenizer and chat template."""
+
+    checkpoint: str = ""  # folder, .gguf file or pip:PACKAGE; "": random, with byte tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +160,7 @@ class Config:
     mode: str = "trace"
     seed: int = 0  # initial parameters and sampling
     data_seed: int = 0  # problems and their order
+    init: InitConfig = InitConfig()
     task: TaskConfig = TaskConfig()
     warmup: WarmupConfig = WarmupConfig()
     rl: RLConfig = RLConfig()
@@ -192,19 +201,36 @@ class Config:
 
 
 def default(**model) -> ml_collections.ConfigDict:
-    """A ConfigDict with every key at its default and the given model shape."""
-    return ml_collections.ConfigDict(dataclasses.asdict(Config(model=ModelConfig(**model))))
+    """A ConfigDict with every key at its default and the given model shape.
+
+    Without a shape `model` is empty, for the one of init.checkpoint.
+    """
+    fields = {f.name: f.default for f in dataclasses.fields(Config)} | {"model": {}}
+    if model:
+        fields["model"] = ModelConfig(**model)
+    return ml_collections.ConfigDict({k: _plain(v) for k, v in fields.items()})
 
 
 def freeze(tree: Mapping[str, Any]) -> Config:
     """The validated `Config` of a ConfigDict or mapping.
 
+    The model of init.checkpoint, where there is one, is that of the checkpoint.
+
     Raises:
       ConfigError: unknown key (with the nearest name), missing key, wrong type,
-        NaN or infinity, or values that cannot work together.
+        NaN or infinity, a model that is not the checkpoint's, or values that cannot work
+        together.
     """
     if isinstance(tree, ml_collections.ConfigDict):
         tree = tree.to_dict()
+    init = tree.get("init")
+    name = init.get("checkpoint") if isinstance(init, Mapping) else None
+    if isinstance(name, str) and name:
+        tree = {**tree, "model": _model_of(name, tree.get("model", {}))}
+    require(
+        tree.get("model") != {},
+        "model is empty; write its shape, or init.checkpoint with the folder of a checkpoint",
+    )
     return _build(Config, _with_method(tree), "")
 
 
@@ -220,6 +246,21 @@ def _with_method(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _plain(value):
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+
+def _model_of(name: str, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's model as settings; `stated` ones must agree, but for the dtype."""
+    found = checkpoint_config(name, stated.get("dtype", "bfloat16"))
+    model = dataclasses.asdict(found)
+    hints = typing.get_type_hints(ModelConfig)
+    for key in [k for k in stated if k in model]:
+        value = _coerce(hints[key], stated[key], f"model.{key}")
+        require(
+            value == getattr(found, key),
+            f"model.{key} is {value!r} and that of init.checkpoint {getattr(found, key)!r}; "
+            "leave model.* out, the checkpoint brings its own",
+        )
+    return dict(stated) | model
 
 
 def to_dict(config: Config) -> dict:
@@ -396,7 +437,7 @@ def _validate_numerics(c: Config) -> None:
         "cannot be run yet",
     )
     require(
-        c.model.vocab_size >= ByteTokenizer.vocab_size,
+        c.init.checkpoint != "" or c.model.vocab_size >= ByteTokenizer.vocab_size,
         f"model.vocab_size is {c.model.vocab_size}; write {ByteTokenizer.vocab_size} or more, "
         "the byte tokenizer's ids",
     )
@@ -432,5 +473,3 @@ def _validate_plan(c: Config, plan: GuidancePlan, planned: dict, precision) -> N
         f"guidance.scale_bits is {plan.scale_bits}, which cannot tell the two scales of 4-over-6 "
         f"apart ({', '.join(vague)}); write 8, or 'nvfp4' as the format",
     )
-
-

@@ -19,13 +19,14 @@ from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
+from trace_jax.pretrained import run_params, run_tokenizer
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
 from trace_jax.rollout import Engine, EngineConfig, Rollout
 from trace_jax.rollout.sampling import request_keys
 from trace_jax.runs import create_run_dir
 from trace_jax.scoring import make_prompts, problem_set, score
-from trace_jax.tasks import ByteTokenizer, batch_indices
+from trace_jax.tasks import batch_indices
 from trace_jax.warmup import WarmStart, encode_examples
 
 
@@ -89,7 +90,7 @@ class Actor:
 
     def __init__(self, config: Config, mode: modes.Mode, mesh):
         self.config, self.mesh = config, mesh
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = run_tokenizer(config)
         self.problems = problem_set(config, "train")
         self.engine = Engine(
             EngineConfig(
@@ -137,10 +138,10 @@ class Trainer:
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, self.mesh)
         self.learner = Learner(config, self.mode)
-        self.evaluate = Evaluator(config, modes.fp4_precision(config), self.mesh)
-        self.evaluate_own = self.evaluate
+        evaluator = lambda precision: Evaluator(config, precision, self.mesh, self.actor.tokenizer)
+        self.evaluate = self.evaluate_own = evaluator(modes.fp4_precision(config))
         if self.mode.rollout != modes.fp4_precision(config):
-            self.evaluate_own = Evaluator(config, self.mode.rollout, self.mesh)
+            self.evaluate_own = evaluator(self.mode.rollout)
         self.code_ledger = jax.jit(code_ledger)
         self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
         self.audits = Checkpointer(self.workdir / "audit", 1)
@@ -153,6 +154,12 @@ class Trainer:
     def fresh_params(self):
         init = jax.jit(lambda key: model.init(self.config.model, key))
         return shard_params(init(jax.random.key(self.config.seed)), self.mesh)
+
+    def initial_params(self):
+        """FP32 parameters that the run begins with: those of init.checkpoint, else random."""
+        if not self.config.init.checkpoint:
+            return self.fresh_params()
+        return shard_params(run_params(self.config, self.mesh), self.mesh)
 
     def start(self, params) -> dict:
         """State of RL at step 0; the reference is what RL starts from."""
@@ -288,12 +295,15 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
     config, w = trainer.config, trainer.config.warmup
     warm = WarmStart(config)
     problems, tokenizer = trainer.actor.problems, trainer.actor.tokenizer
-    state, first = shard_params(warm.init(trainer.fresh_params()), trainer.mesh), 0
+    begin = lambda params: shard_params(warm.init(params), trainer.mesh)
     if w.init_from:
-        return Checkpointer(Path(w.init_from) / "warmup", 1).restore(None, state)[0].params
+        taken = Checkpointer(Path(w.init_from) / "warmup", 1)
+        return taken.restore(None, begin(trainer.fresh_params()))[0].params
     saved = Checkpointer(trainer.workdir / "warmup", 1)
-    if not saved.empty():
-        state, metadata = saved.restore(None, state)
+    if saved.empty():
+        state, first = begin(trainer.initial_params()), 0
+    else:
+        state, metadata = saved.restore(None, begin(trainer.fresh_params()))
         first = metadata["step"]
     if first >= w.steps:
         return state.params

@@ -41,4 +41,3 @@ def summary(config: ModelConfig, plan: GuidancePlan) -> dict[str, int]:
         "kv_bytes_per_token_nvfp4": kv_bytes_per_token(config, NVFP4),
         "guidance_bytes_per_token": round(guidance_bytes_per_token(config, plan, NVFP4)),
     }
-

@@ -31,6 +31,7 @@ from trace_jax.model.fp4_layouts import (
     layout_of,
     modules_kept,
 )
+from trace_jax.model.gguf_io import GgufFile, packaged_gguf
 from trace_jax.model.layers import KEPT_FP32
 from trace_jax.model.safetensors_dir import SafetensorsDir, listed
 from trace_jax.model.tensors import Tensor, leaf_at, param_shapes, tensors
@@ -50,13 +51,26 @@ COMPANIONS = (
 # --- import ----------------------------------------------------------------------------
 
 
+def checkpoint_path(name: str | Path) -> Path:
+    """A folder or GGUF file; pip:PACKAGE is the GGUF file inside an installed package."""
+    text = str(name)
+    return packaged_gguf(text.removeprefix("pip:")) if text.startswith("pip:") else Path(name)
+
+
+def checkpoint_config(name: str | Path, dtype: str = "bfloat16") -> ModelConfig:
+    """The model of a checkpoint; reads no tensor. Raises as `load_checkpoint` does."""
+    path = checkpoint_path(name)
+    hub = GgufFile(path).config if path.suffix == ".gguf" else read_hub_config(path)
+    return config_from_hub(hub, dtype)
+
+
 def load_checkpoint(
-    path: str | Path, dtype: str = "bfloat16", *, mesh=None
+    name: str | Path, dtype: str = "bfloat16", *, mesh=None
 ) -> tuple[ModelConfig, dict]:
     """Reads a checkpoint folder (config.json and safetensors), or a GGUF file.
 
     Args:
-      path: the folder or file.
+      name: the folder or file; see `checkpoint_path`.
       dtype: "bfloat16" or "float32": of the parameters and of the model's activations.
         Norms, router, sinks and their like stay FP32.
       mesh: parameters go to their final sharding as they are read; None is one device.
@@ -69,20 +83,18 @@ def load_checkpoint(
       ValueError: an unsupported family, field or quantization; missing, unexpected or
         misshaped tensors; each time the names are listed.
     """
-    path = Path(path)
+    path = checkpoint_path(name)
     if path.suffix == ".gguf":
-        from trace_jax.model.gguf_io import GgufFile  # the gguf library is only needed here
-
         source = GgufFile(path)
         hub = source.config
     else:
         hub = read_hub_config(path)
         source = SafetensorsDir(path)
     config = config_from_hub(hub, dtype)
-    name = layout_name(hub.get("quantization_config"))
-    layout = None if name is None else layout_of(config, name)
+    format = layout_name(hub.get("quantization_config"))
+    layout = None if format is None else layout_of(config, format)
     wanted = tensors(config) if layout is None else _expanded(tensors(config), layout)
-    _check(source.shapes(), wanted, config, name)
+    _check(source.shapes(), wanted, config)
     return config, _fill(config, layout, wanted, source, mesh)
 
 
@@ -106,7 +118,7 @@ def _expanded(plain: list[Tensor], layout: Fp4Layout) -> list[Tensor]:
     return out
 
 
-def _check(found: Mapping[str, tuple], wanted: list[Tensor], config: ModelConfig, name) -> None:
+def _check(found: Mapping[str, tuple], wanted: list[Tensor], config: ModelConfig) -> None:
     shapes = {t.name: t.shape for t in wanted}
     optional = {n for n in found if n.endswith(("rotary_emb.inv_freq", ".input_scale"))}
     if config.tie_embeddings:
