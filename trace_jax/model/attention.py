@@ -108,21 +108,30 @@ class Attention(nn.Module):
     """Attention of one layer.
 
     With a cache, new keys and values are appended at `positions` and attention
-    reads the cache; without, it reads the same quantized values directly. Either
-    way what is attended to is what was quantized, the current token included.
+    reads the cache; without, it reads the same quantized values directly. With
+    `pages` (paged.Pages) the cache is a pool of pages. Either way what is attended to
+    is what was quantized, the current token included.
     """
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, sites: Sites, cache=None, window=None):
+    def __call__(self, x, positions, sites: Sites, cache=None, window=None, pages=None):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
         q, k, v = self._project(x, linear)
         q = rotary(q, positions, cfg.rope_theta, cfg.yarn)
         k = rotary(k, positions, cfg.rope_theta, cfg.yarn)
+        sinks = None
+        if cfg.sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
+        new = {"k": k, "v": v}
         k, k_stored = self._store("k", k, sites)
         v, v_stored = self._store("v", v, sites)
+        if pages is not None:
+            new = {"k": (new["k"], k_stored), "v": (new["v"], v_stored)}
+            out, cache = pages.step(q, new, cache, positions, sites.spec.precision, window, sinks)
+            return linear(cfg.hidden, name="o")(out), cache
         if cache is None:
             mask = visible(positions, positions, window)
         else:
@@ -134,9 +143,6 @@ class Attention(nn.Module):
             k = decode_plane(cache["k"], cfg.head_dim, formats_.k).astype(x.dtype)
             v = decode_plane(cache["v"], cfg.head_dim, formats_.v).astype(x.dtype)
             mask = visible(positions, jnp.arange(k.shape[1])[None], window)
-        sinks = None
-        if cfg.sinks:
-            sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
         out = linear(cfg.hidden, name="o")(attend(q, k, v, mask, sinks))
         return out, cache
 

@@ -18,6 +18,7 @@ from trace_jax.model.attention import Attention, empty_plane
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of, rounded
 from trace_jax.model.moe import MoE
+from trace_jax.model.paged import Pages
 from trace_jax.model.sites import Codes, LayerSpec, SiteInputs, SiteOutputs, Sites
 
 
@@ -123,10 +124,12 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None):
+    def __call__(
+        self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None, pages=None
+    ):
         eps = self.config.norm_eps
         y, cache = Attention(self.config, name="attention")(
-            RMSNorm(eps, name="attention_norm")(x), positions, sites, cache, window
+            RMSNorm(eps, name="attention_norm")(x), positions, sites, cache, window, pages
         )
         x = _add(x, y)
         y, ids, balance = MoE(self.config, name="moe")(
@@ -186,6 +189,7 @@ def apply(
     positions: jax.Array | None = None,
     valid: jax.Array | None = None,
     cache: tuple | None = None,
+    pages: Pages | None = None,
     guidance: Guidance | None = None,
     guard: jax.Array | None = None,
     routes: jax.Array | None = None,
@@ -202,6 +206,8 @@ def apply(
       valid: bool [B, S]; padding is False and counts in no statistic.
       cache: from `empty_cache`, or None (training). Its segments must be those of
         `numerics`' precision.
+      pages: the cache is one pool of pages a layer (paged.empty_pool), and this says
+        where tokens stand in it.
       guidance: needed if `numerics` guides. Obeyed where `recorded`.
       guard: FP32 [B, S], steps around the midpoint inside which bits are obeyed.
       routes: int32 [layers, B, S, top_k] to replay, NOT_RECORDED where free.
@@ -230,36 +236,59 @@ def apply(
         )
         sites = Sites(spec, numerics.plan, site_inputs)
         x, layer_cache, ids, layer_balance = layer.apply(
-            {"params": layer_params}, x, positions, valid, sites, layer_cache, layer_routes, window
+            {"params": layer_params},
+            x,
+            positions,
+            valid,
+            sites,
+            layer_cache,
+            layer_routes,
+            window,
+            pages,
         )
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
 
+    by_layer = pages is not None  # decode wants its layers unrolled; training, scanned
     runs = precision_runs(tuple(spec.precision for spec in numerics.layers))
+    runs = [(i, i + 1, None) for i in range(config.num_layers)] if by_layer else runs
     caches = None if cache is None else [[] for _ in runs]
     slots = _guidance_slots(numerics)
     noise_keys = None if noise_key is None else jax.random.split(noise_key, config.num_layers)
-    for start, stop, spec in segments(numerics.layers):
+    for start, stop, spec in _by_layer(numerics.layers) if by_layer else segments(numerics.layers):
         run, cut = _cut(runs, start, stop)
         inputs = (
             _layer_params(params["layers"], run, cut, start, stop),
-            None if cache is None else jax.tree.map(cut, cache[run]),
+            None if cache is None or by_layer else jax.tree.map(cut, cache[run]),
             None if routes is None else routes[start:stop],
             _stored(guidance, slots, start, stop, spec),
             None if noise_keys is None else noise_keys[start:stop],
-            None if windows is None else windows[start:stop],
+            None if windows is None or by_layer else windows[start:stop],
         )
-        body = lambda carry, inputs, spec=spec: step(spec, carry, inputs)
-        body = jax.checkpoint(body, prevent_cse=False) if remat else body
-        (x, balance), (new_cache, ids, outputs) = jax.lax.scan(body, (x, balance), inputs)
-        if caches is not None:
-            caches[run].append(new_cache)
+        if by_layer:
+            here = [jax.tree.map(lambda a: a[0], part) for part in inputs]
+            here[1], here[5] = cache[start], config.windows[start] if config.windows else None
+            (x, balance), (new_cache, *outs) = step(spec, (x, balance), here)
+            caches[run] = new_cache
+            ids, outputs = jax.tree.map(lambda a: a[None], outs)
+        else:
+            body = lambda carry, inputs, spec=spec: step(spec, carry, inputs)
+            body = jax.checkpoint(body, prevent_cse=False) if remat else body
+            (x, balance), (new_cache, ids, outputs) = jax.lax.scan(body, (x, balance), inputs)
+            if caches is not None:
+                caches[run].append(new_cache)
         routed.append(ids)
         records.append(outputs)
     x = _final_norm(config, params, x)
     record = Record(*_merge(records), jnp.concatenate(routed))
-    if caches is not None:
+    if by_layer:
+        caches = tuple(caches)
+    elif caches is not None:
         caches = tuple(jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in caches)
     return Output(x, caches, record, balance / config.num_layers)
+
+
+def _by_layer(specs):
+    return [(i, i + 1, spec) for i, spec in enumerate(specs)]
 
 
 def _cut(runs, start, stop):
@@ -270,7 +299,7 @@ def _cut(runs, start, stop):
 
 
 def _layer_params(layers, run, cut, start, stop):
-    """Parameters of layers start..stop from one stack, or from one a precision run (sync.py)."""
+    """Parameters of layers start..stop from one stack, or from one a run (sync.py)."""
     if isinstance(layers, dict):
         return jax.tree.map(lambda a: a[start:stop], layers)
     return jax.tree.map(cut, layers[run])
