@@ -11,7 +11,9 @@ from flax import struct
 
 from trace_jax.fp4 import LayerPrecision
 from trace_jax.kernels import kv_attention, kv_pages
+from trace_jax.kernels.kv_append import append
 from trace_jax.kernels.kv_pages import KVPages
+from trace_jax.kernels.kv_units import KV_FORMAT
 from trace_jax.model.attention import KVPlane, attend, decode_plane, empty_plane, visible
 from trace_jax.model.config import ModelConfig
 
@@ -37,8 +39,8 @@ def empty_pool(
     reason = kernel_refusal(config, precision, page)
     if reason is not None:
         raise ValueError(f"KV pages: {reason}")
-    quantized = precision.k is not None
-    return kv_pages.new_pages(pages, config.num_kv_heads, config.head_dim, quantized)
+    kind = "bf16" if precision.k is None else "nvfp4"
+    return kv_pages.new_pages(pages, config.num_kv_heads, config.head_dim, kind)
 
 
 def kernel_refusal(config: ModelConfig, precision: LayerPrecision, page: int) -> str | None:
@@ -46,7 +48,7 @@ def kernel_refusal(config: ModelConfig, precision: LayerPrecision, page: int) ->
     if precision.k != precision.v:
         return "the kernels take one format for keys and values"
     fmt = precision.k
-    if fmt is not None and fmt.replace(name=kv_pages.KV_FORMAT.name) != kv_pages.KV_FORMAT:
+    if fmt is not None and fmt.replace(name=KV_FORMAT.name) != KV_FORMAT:
         return f"the kernels take NVFP4 or BF16, not {fmt.name}"
     if page != kv_pages.PAGE:
         return f"the kernels take pages of {kv_pages.PAGE} tokens, not {page}"
@@ -102,7 +104,7 @@ class Pages:
             k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (k, v))
             return _attend_all(q, k, v, positions, window, sinks), pool
         at = jnp.where(self.valid, positions, -1)[:, 0]
-        pool = kv_pages.append(pool, self.table, at, k[:, 0], v[:, 0])
+        pool = append(pool, self.table, at, k[:, 0], v[:, 0]).pages
         out = kv_attention.paged_attention(
             q[:, 0],
             pool,
