@@ -11,11 +11,12 @@ from ml_collections import config_flags
 
 from trace_jax import methods
 from trace_jax.checkpoint import CheckpointError
-from trace_jax.config import Config, ConfigError, freeze, to_dict
+from trace_jax.config import Config, freeze, to_dict
 from trace_jax.loop import Result, TrainingStopped
 
 STOPPED = 130  # as a shell reports a command ended by Ctrl-C
 REFUSED = 2
+FAILED = 1  # it ran to its end, and a part of it failed
 
 
 def run(main: Callable[[], None]) -> None:
@@ -53,23 +54,9 @@ def _end(message: str, code: int):
 
 
 def config_of(holder) -> Config:
-    """The frozen configuration of a --config flag.
-
-    Raises:
-      ConfigError: also where the named method sets what a flag says otherwise.
-    """
-    config = freeze(holder.value)
+    """The frozen configuration of a --config flag; what other flags say beats its method."""
     given = config_flags.get_override_values(flags.FLAGS[holder.name])
-    for path, value in given.items():
-        held = to_dict(config)
-        for name in path.split("."):
-            held = held[name]
-        if path in methods.METHODS.get(config.method, ()) and held != value:
-            raise ConfigError(
-                f"--config.{path}={value} is not what method {config.method!r} stands for "
-                f"({held}); leave one of the two out"
-            )
-    return config
+    return freeze(holder.value, given)
 
 
 def header(config: Config) -> str:
@@ -91,6 +78,7 @@ def summary(result: Result, report: Path | None) -> dict:
         "accuracy_before": round(result.before["accuracy"], 4),
         "accuracy_after": round(result.after["accuracy"], 4),
         "accuracy_own": round(result.own["accuracy"], 4),
+        "accuracy_bf16": round(result.bf16["accuracy"], 4),
         "mean_abs_logprob_gap": last.get("mismatch/gap_mean"),
         "kl_k3": last.get("mismatch/k3"),
         "code_agreement": last.get("agreement/mean"),

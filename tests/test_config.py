@@ -420,10 +420,9 @@ def test_a_method_is_shown_with_its_settings_and_those_given_by_hand(commands):
     assert line.startswith("method trace_codes  mode trace  guidance.bits 4  guidance.layers 0,2")
 
 
-def test_a_flag_against_its_method_is_a_clear_error(commands):
-    """A value that is the default cannot be told from one not given, but a flag can."""
-    line = refused_line(commands, "against_method")
-    assert "--config.rl.algorithm=grpo is not what method 'qarl' stands for (tbpo)" in line
+def test_a_flag_beats_its_method_even_with_the_default(commands):
+    assert settings(commands, "against_method").rl.algorithm == "grpo"
+    assert settings(commands, "against_method").rl.old_logprobs == "rollout"
 
 
 def test_nan_on_the_command_line_is_refused_by_us(commands):

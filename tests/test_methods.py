@@ -73,6 +73,15 @@ def test_guided_methods_differ_in_their_plans_alone():
     }
 
 
+def test_a_default_given_by_hand_stays_too():
+    config = default(**SHAPE)
+    config.method = "trace_all"
+    assert freeze(config).guidance.layers == "all"
+    assert freeze(config, {"guidance.layers"}).guidance.layers == "last:0.5"
+    back = freeze(to_dict(freeze(config, {"guidance.layers"})))
+    assert back.guidance.layers == "last:0.5", "a configuration read back is as it was"
+
+
 def test_a_setting_given_by_hand_stays():
     c = config_of("trace_codes", guidance={"layers": "last:0.25"}, rl={"correction": "icepop"})
     assert (c.guidance.layers, c.guidance.bits, c.rl.correction) == ("last:0.25", 4, "icepop")

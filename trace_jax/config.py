@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ml_collections
@@ -211,8 +211,12 @@ def default(**model) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict({k: _plain(v) for k, v in fields.items()})
 
 
-def freeze(tree: Mapping[str, Any]) -> Config:
+def freeze(tree: Mapping[str, Any], given: Collection[str] = ()) -> Config:
     """The validated `Config` of a ConfigDict or mapping.
+
+    A ConfigDict is what a user wrote: its method's settings are filled in, except where it
+    has something else than the default and at the dotted paths `given`. A plain mapping is
+    a configuration read back, and is taken as it stands.
 
     The model of init.checkpoint, where there is one, is that of the checkpoint.
 
@@ -222,7 +226,7 @@ def freeze(tree: Mapping[str, Any]) -> Config:
         together.
     """
     if isinstance(tree, ml_collections.ConfigDict):
-        tree = tree.to_dict()
+        tree = _with_method(tree.to_dict(), given)
     init = tree.get("init")
     name = init.get("checkpoint") if isinstance(init, Mapping) else None
     if isinstance(name, str) and name:
@@ -231,17 +235,14 @@ def freeze(tree: Mapping[str, Any]) -> Config:
         tree.get("model") != {},
         "model is empty; write its shape, or init.checkpoint with the folder of a checkpoint",
     )
-    return _build(Config, _with_method(tree), "")
+    return _build(Config, tree, "")
 
 
-def _with_method(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`tree` with what its method sets; freezing the result again changes nothing."""
-    method = tree.get("method", "")
-    if method == "":
+def _with_method(tree: Mapping[str, Any], given: Collection[str]) -> Mapping[str, Any]:
+    if tree.get("method") not in methods.METHODS:  # none, or one that is refused later
         return tree
-    _choice("method", method, tuple(methods.METHODS))
     known = [f for f in dataclasses.fields(Config) if f.default is not dataclasses.MISSING]
-    return methods.apply(tree, {f.name: _plain(f.default) for f in known})
+    return methods.apply(tree, {f.name: _plain(f.default) for f in known}, given)
 
 
 def _plain(value):
@@ -368,6 +369,7 @@ def _validate(c: Config) -> None:
     for name in ("seed", "data_seed"):
         value = getattr(c, name)
         require(0 <= value < 2**31, f"{name} is {value}; write a number from 0 to {2**31 - 1}")
+    _choice("method", c.method, ("", *methods.METHODS))
     _choice("mode", c.mode, MODES)
     _choice("rl.algorithm", c.rl.algorithm, tuple(ALGORITHMS))
     _choice("rl.correction", c.rl.correction, KINDS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import sys
 import time
@@ -42,6 +43,7 @@ class Result:
     before: dict[str, float]  # held-out accuracy under FP4 inference
     after: dict[str, float]
     own: dict[str, float]  # after, in the formats that the mode's own rollout uses
+    bf16: dict[str, float]  # after, unquantized
     last: dict  # the last iteration's metrics
     checkpoint: Path
     seconds: float
@@ -138,10 +140,12 @@ class Trainer:
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, self.mesh)
         self.learner = Learner(config, self.mode)
-        evaluator = lambda precision: Evaluator(config, precision, self.mesh, self.actor.tokenizer)
-        self.evaluate = self.evaluate_own = evaluator(modes.fp4_precision(config))
-        if self.mode.rollout != modes.fp4_precision(config):
-            self.evaluate_own = evaluator(self.mode.rollout)
+        evaluator = functools.cache(
+            lambda precision: Evaluator(config, precision, self.mesh, self.actor.tokenizer)
+        )
+        self.evaluate = evaluator(modes.fp4_precision(config))
+        self.evaluate_own = evaluator(self.mode.rollout)
+        self.evaluate_bf16 = evaluator(modes.bf16_precision(config))
         self.code_ledger = jax.jit(code_ledger)
         self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
         self.audits = Checkpointer(self.workdir / "audit", 1)
@@ -362,12 +366,12 @@ def train(
     state, last = _loop(trainer, state, first, before, stream)
     final = state["train"]
     trainer.record_audit(config.rl.steps, final)
-    after = trainer.evaluate(final.params)
-    own = after
-    if trainer.evaluate_own is not trainer.evaluate:
-        own = trainer.evaluate_own(final.params)
+    judged = functools.cache(lambda evaluate: evaluate(final.params))
+    after, own, bf16 = map(
+        judged, (trainer.evaluate, trainer.evaluate_own, trainer.evaluate_bf16)
+    )
     path = trainer.checkpoints.directory / str(config.rl.steps)
-    return Result(final.params, before, after, own, last, path, time.perf_counter() - begun)
+    return Result(final.params, before, after, own, bf16, last, path, time.perf_counter() - begun)
 
 
 def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):

@@ -1,11 +1,11 @@
 """Training methods by name: this project's and its rivals', each a set of settings.
 
-`--config.method=NAME` fills in what the method is about; a setting that was given
-something else than its default stays. All but `naive` replay the rollout's routes, and
-those that TRACE's paper (arXiv 2610.07767) ran cap the token ratio at 5, as it did.
+`--config.method=NAME` fills in what the method is about; a setting given by hand stays.
+All but `naive` replay the rollout's routes, and those that TRACE's paper (arXiv 2610.07767)
+ran cap the token ratio at 5, as it did.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _CAPPED = {"rl.correction": "tis", "rl.correction_cap": 5.0}
@@ -40,12 +40,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def apply(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def apply(
+    tree: Mapping[str, Any], defaults: Mapping[str, Any], given: Collection[str] = ()
+) -> dict[str, Any]:
     """A nested `tree` of settings with those of its method put where it has the default.
 
     Args:
       tree: settings with a known "method"; keys may be missing.
       defaults: every setting at its default, nested alike.
+      given: dotted paths that stay although they have it.
     """
     out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
     for path, value in METHODS[tree["method"]].items():
@@ -53,15 +56,10 @@ def apply(tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any
         here, default = out, defaults
         for name in group:
             here, default = here.setdefault(name, {}), default[name]
-        given = here.get(key, default[key])
-        if _same(given, default[key]):
+        held = here.get(key, default[key])
+        if path not in given and held == default[key]:
             here[key] = value
     return out
-
-
-def _same(a: Any, b: Any) -> bool:
-    plain = lambda v: tuple(v) if isinstance(v, list) else v
-    return plain(a) == plain(b)
 
 
 def settings(tree: Mapping[str, Any], method: str) -> dict[str, Any]:
