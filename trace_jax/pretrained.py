@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from trace_jax import fp4
 from trace_jax.config import Config, require
 from trace_jax.fp4 import QTensor
-from trace_jax.model.checkpoint_io import checkpoint_path, companions, load_checkpoint
+from trace_jax.model.checkpoint_export import companions
+from trace_jax.model.checkpoint_io import checkpoint_path, load_checkpoint
 from trace_jax.model.gguf_io import GgufFile
 from trace_jax.tasks import ByteTokenizer
 from trace_jax.tasks.chat_tokenizer import (
