@@ -12,18 +12,20 @@ import ctypes
 import json
 import pathlib
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from trace_jax.kernels import cuda_build, kv_pages
+from trace_jax.kernels import cuda_build, kv_pages, kv_units
 from trace_jax.kernels import expert_matmul as em
 from trace_jax.kernels import kv_attention as ka
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("all", False, "time every compiled kernel that fits a case")
+flags.DEFINE_list("only", [], "sources to time, such as kv_append; default all")
 flags.DEFINE_string("commit", "", "commit to name in the header; default: ask git")
 flags.DEFINE_string("out", "benchmarks/results/kernels_h200.json", "where to write the results")
 
@@ -32,7 +34,15 @@ HERE = pathlib.Path(__file__).parent
 EXPERTS, HIDDEN, FF, TOP_K = 128, 2048, 768, 8
 KV_HEADS, GROUP, HEAD = 4, 8, 128
 TOKENS = (1, 16, 64, 256)
-CONTEXTS = ((64, 8192), (16, 32768), (8, 8192))
+CONTEXTS = (
+    (64, 8192),
+    (16, 32768),
+    (8, 8192),
+    (550, 8192),
+    (256, 2048),
+    (1024, 2048),
+    (2048, 2048),
+)
 ROUTING_SKEW = 0.8  # spread of the experts' logits, over Gumbel noise a token
 
 
@@ -66,11 +76,11 @@ def row(op, case, tokens, us, byte_count, copy, kernel, version="hopper"):
     )  # fmt: skip
 
 
-def copy_bandwidth(lib) -> float:
+def copy_bandwidth() -> float:
     """Bytes read and written a microsecond by a device-to-device copy of 1 GiB."""
+    lib = library("copy")
     a, b = jnp.ones(2**28, jnp.uint32), jnp.zeros(2**28, jnp.uint32)
     jax.block_until_ready((a, b))
-    lib.bench_copy.restype = ctypes.c_float
     us = lib.bench_copy(pointer(b), pointer(a), ctypes.c_size_t(a.nbytes), 9)
     return 2 * a.nbytes / checked(us)
 
@@ -113,7 +123,7 @@ def time_experts(lib, copy: float) -> list[dict]:
             for tokens in TOKENS:
                 rows += _time_product(lib, copy, weights, quantized, gated, tokens)
             del weights
-    return rows
+    return rows + layer_rows(rows)
 
 
 def _time_product(lib, copy, weights, quantized, gated, tokens) -> list[dict]:
@@ -139,50 +149,80 @@ def _time_product(lib, copy, weights, quantized, gated, tokens) -> list[dict]:
 # --- attention ------------------------------------------------------------------------------
 
 
-def random_pages(quantized: bool, pages: int, seed) -> jax.Array:
-    size, key = kv_pages.unit_bytes(HEAD, quantized), jax.random.key(seed)
-    if not quantized:
+def random_pages(kind: str, pages: int, seed) -> jax.Array:
+    size, key = kv_units.unit_bytes(HEAD, kind), jax.random.key(seed)
+    if kind == "bf16":
         values = jax.random.normal(key, (pages, KV_HEADS, 2, size // 2), jnp.bfloat16)
         return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(pages, KV_HEADS, 2, size)
     data = jax.random.bits(key, (pages, KV_HEADS, 2, size), jnp.uint8)
-    data = data.at[..., 32 * HEAD : 36 * HEAD].set(64 + (data[..., 32 * HEAD : 36 * HEAD] & 15))
-    return data.at[..., 36 * HEAD :].set(125 + (data[..., 36 * HEAD :] & 3))
+    if kind == "nvfp4":
+        data = data.at[..., 32 * HEAD : 36 * HEAD].set(64 + (data[..., 32 * HEAD : 36 * HEAD] & 15))
+    return data.at[..., -kv_units.PAGE :].set(117 + (data[..., -kv_units.PAGE :] & 3))
 
 
 def time_attention(lib, copy: float) -> list[dict]:
     rows = []
     draw = jax.jit(random_pages, static_argnums=(0, 1))
     for batch, context in CONTEXTS:
-        for quantized in (False, True):
-            count, large = batch * context // kv_pages.PAGE, batch * context > 2**17
-            sets = (2 if large else 6) if quantized else (1 if large else 2)
-            pools = [draw(quantized, count, seed) for seed in range(sets)]
-            rows += _time_pages(lib, copy, pools, quantized, batch, context)
+        for kind in ("bf16", "fp8", "nvfp4"):
+            count = batch * context // kv_units.PAGE
+            size = count * KV_HEADS * 2 * kv_units.unit_bytes(HEAD, kind)
+            pools = [draw(kind, count, seed) for seed in range(1 + min(5, 2**29 // size))]
+            rows += _time_pages(lib, copy, pools, kind, batch, context)
             del pools
     return rows
 
 
-def _time_pages(lib, copy, pools, quantized, batch, context) -> list[dict]:
-    max_pages = context // kv_pages.PAGE
+def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
+    max_pages = context // kv_units.PAGE
     table = jax.random.permutation(jax.random.key(2), batch * max_pages).astype(jnp.int32)
     lengths = jnp.full(batch, context, jnp.int32)
     q = jax.random.normal(jax.random.key(3), (batch, KV_HEADS * GROUP, HEAD), jnp.bfloat16)
-    chosen = ka.HOPPER_VARIANTS[quantized, HEAD]
+    chosen = ka.HOPPER_VARIANTS[kind, HEAD]
     variants = chosen if FLAGS.all else chosen[:1]
     slots = max(w for _, w in chosen) * ka.BLOCKS + batch * KV_HEADS
     out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))
-    jax.block_until_ready((pools, table, lengths, q, out, partial))
+    prefix = jnp.zeros(batch + 1, jnp.int32)
+    jax.block_until_ready((pools, table, lengths, q, out, partial, prefix))
     sums = ctypes.c_void_p(partial.unsafe_buffer_pointer() + slots * 8 * HEAD * 4)
     rows = []
     for i, warps in variants:
         us = lib.bench_paged_attention(
             i, pointers(pools), len(pools), pointer(table), pointer(lengths), pointer(q),
-            pointer(out), pointer(partial), sums, batch, KV_HEADS, GROUP, max_pages,
-            warps * ka.BLOCKS, ctypes.c_float(HEAD**-0.5), 9,
+            pointer(out), pointer(partial), sums, pointer(prefix), batch, KV_HEADS, GROUP,
+            max_pages, warps * ka.BLOCKS, ctypes.c_float(HEAD**-0.5), 9,
         )  # fmt: skip
-        case = f"{'nvfp4' if quantized else 'bf16'} pages, {batch} x {context}"
+        case = f"{kind} pages, {batch} x {context}"
         byte_count = pools[0].nbytes + q.nbytes + out.nbytes
         rows.append(row("paged_attention", case, batch, checked(us), byte_count, copy, f"v{i}"))
+    return rows
+
+
+def time_append(lib, copy: float) -> list[dict]:
+    """A token a sequence at the end of 2,048; bytes: rows in, units' new bytes and record out."""
+    rows = []
+    for batch in (64, 1024, 4096):
+        for i, kind in enumerate(kv_units.KINDS):
+            pools = [kv_pages.new_pages(2 * batch, KV_HEADS, HEAD, kind).data for _ in range(2)]
+            table = jax.random.permutation(jax.random.key(2), 2 * batch).astype(jnp.int32)
+            positions = jax.random.randint(jax.random.key(3), (batch,), 0, 128)
+            k = jax.random.normal(jax.random.key(4), (batch, KV_HEADS, HEAD), jnp.bfloat16)
+            bits, scales = (jnp.zeros(k.size // n, jnp.uint8) for n in (8, 16))
+            jax.block_until_ready((pools, table, positions, k, bits, scales))
+            recorded = kind == "nvfp4"
+            us = lib.bench_kv_append(
+                i, pointers(pools), len(pools), pointer(table), pointer(positions), pointer(k),
+                pointer(k), pointer(bits) if recorded else None,
+                pointer(scales) if recorded else None, batch, KV_HEADS, HEAD, 2 * batch, 2, 9,
+            )  # fmt: skip
+            unit = kv_units.unit_bytes(HEAD, kind) / kv_units.PAGE
+            record = bits.nbytes + scales.nbytes if recorded else 0
+            byte_count = 2 * (k.nbytes + record + batch * KV_HEADS * unit)
+            rows.append(
+                row(
+                    "append", f"{kind} pages, one token", batch, checked(us), byte_count, copy, "v0"
+                )
+            )
     return rows
 
 
@@ -251,9 +291,17 @@ def header(copy: float) -> dict:
     commit = FLAGS.commit or subprocess.run(ask, capture_output=True, text=True, cwd=HERE).stdout
     return dict(
         hardware=jax.devices()[0].device_kind, jax=jax.__version__, commit=commit.strip(),
-        command="python -m benchmarks.kernels" + (" --all" if FLAGS.all else ""),
+        command=" ".join(["python -m benchmarks.kernels", *sys.argv[1:]]),
         copy_tb_s=round(copy / 1e6, 3), routing_skew=ROUTING_SKEW,
     )  # fmt: skip
+
+
+TIMERS = {
+    "expert_matmul": time_experts,
+    "paged_attention": time_attention,
+    "kv_append": time_append,
+    "quantize": time_quantize,
+}
 
 
 def main(argv):
@@ -261,12 +309,10 @@ def main(argv):
     reason = cuda_build.hopper_refusal()
     if reason:
         raise app.UsageError(f"benchmarks.kernels: {reason}")
-    experts = library("expert_matmul")
-    copy = copy_bandwidth(experts)
-    rows = time_experts(experts, copy)
-    rows += layer_rows(rows)
-    rows += time_attention(library("paged_attention"), copy)
-    rows += time_quantize(library("quantize"), copy)
+    copy, rows = copy_bandwidth(), []
+    for name, time in TIMERS.items():
+        if not FLAGS.only or name in FLAGS.only:
+            rows += time(library(name), copy)
     add_ratios(rows)
     out = pathlib.Path(FLAGS.out)
     out.write_text(json.dumps(dict(header=header(copy), rows=rows), indent=1) + "\n")

@@ -1,1 +1,1 @@
-"""Commands: train, quickstart, compare, audit, and the studies."""
+"""Commands: train, quickstart, sweep, audit, and the studies."""

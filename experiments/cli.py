@@ -7,12 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import app, flags
+from ml_collections import config_flags
 
+from trace_jax import methods
 from trace_jax.checkpoint import CheckpointError
+from trace_jax.config import Config, freeze, to_dict
 from trace_jax.loop import Result, TrainingStopped
 
 STOPPED = 130  # as a shell reports a command ended by Ctrl-C
 REFUSED = 2
+FAILED = 1  # it ran to its end, and a part of it failed
 
 
 def run(main: Callable[[], None]) -> None:
@@ -49,6 +53,24 @@ def _end(message: str, code: int):
     sys.exit(code)
 
 
+def config_of(holder) -> Config:
+    """The frozen configuration of a --config flag; what other flags say beats its method."""
+    given = config_flags.get_override_values(flags.FLAGS[holder.name])
+    return freeze(holder.value, given)
+
+
+def header(config: Config) -> str:
+    """One line: the method and its settings, and what is emulated."""
+    tree = to_dict(config)
+    shown = {"mode": config.mode}
+    if config.method:
+        shown = {"method": config.method} | methods.settings(tree, config.method)
+    if config.rollout.engine_noise:
+        shown["rollout.engine_noise"] = config.rollout.engine_noise
+    text = "  ".join(f"{k} {v}" for k, v in shown.items())
+    return f"{text}  (FP4 products are emulated in BF16)"
+
+
 def summary(result: Result, report: Path | None) -> dict:
     """The JSON line of a finished run."""
     last = result.last
@@ -56,6 +78,7 @@ def summary(result: Result, report: Path | None) -> dict:
         "accuracy_before": round(result.before["accuracy"], 4),
         "accuracy_after": round(result.after["accuracy"], 4),
         "accuracy_own": round(result.own["accuracy"], 4),
+        "accuracy_bf16": round(result.bf16["accuracy"], 4),
         "mean_abs_logprob_gap": last.get("mismatch/gap_mean"),
         "kl_k3": last.get("mismatch/k3"),
         "code_agreement": last.get("agreement/mean"),

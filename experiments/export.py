@@ -17,6 +17,9 @@ import trace_jax
 from experiments import cli
 from trace_jax.config import freeze
 from trace_jax.loop import Trainer
+from trace_jax.metrics import read_metrics
+from trace_jax.pretrained import export_files
+from trace_jax.runs import VERSIONS
 
 RUN = flags.DEFINE_string("run", None, "Run folder made by experiments.train or quickstart.")
 FORMAT = flags.DEFINE_enum("format", "bf16", ["bf16", "nvfp4", "nvfp4-modelopt", "mxfp4"], "")
@@ -32,11 +35,32 @@ def main():
     check_format(config.precision, FORMAT.value)
     trainer = Trainer(config, folder)
     step, state, _ = trainer.restore(trainer.start(trainer.fresh_params()))
-    facts = {"run": folder.name, "step": step, "mode": config.mode, "seed": config.seed}
     out = Path(OUT.value or folder / f"export-{FORMAT.value}")
     params = jax.device_get(state["train"].params)
-    trace_jax.save_checkpoint(out, config.model, params, FORMAT.value, facts=facts)
+    files, facts = export_files(config.init.checkpoint), run_facts(config, folder, step)
+    trace_jax.save_checkpoint(out, config.model, params, FORMAT.value, files=files, facts=facts)
     cli.print_json({"out": str(out), "format": FORMAT.value, "step": step})
+
+
+def run_facts(config, folder: Path, step: int) -> dict:
+    """What the model card says of the run."""
+    p, versions = config.precision, json.loads((folder / VERSIONS).read_text())
+    facts = {
+        "run": folder.name,
+        "began from": config.init.checkpoint or "random parameters",
+        "task": ", ".join(name for name, *_ in config.task.datasets),
+        "algorithm": config.rl.algorithm,
+        "step": step,
+        "mode": config.mode,
+        "formats of FP4 rollouts": f"weights {p.weights}, activations {p.activations}, KV {p.kv}",
+        "seed": config.seed,
+        "code": versions["git_commit"] or "not in a repository",
+        "hardware": versions["hardware"],
+    }
+    for row in read_metrics(folder):
+        if row["step"] == step - 1:
+            facts["reward of the last step"] = f"{row['reward/mean']:.3f}"
+    return facts
 
 
 def check_format(precision, format: str) -> None:

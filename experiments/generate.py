@@ -15,9 +15,9 @@ from absl import flags
 
 import trace_jax
 from experiments import cli
-from experiments.checkpoints import checkpoint_path, tokenizer_of
 from trace_jax import sync
 from trace_jax.fp4 import PrecisionPolicy, Rule
+from trace_jax.pretrained import tokenizer_of
 from trace_jax.rollout.stream import stream
 from trace_jax.tasks.chat_tokenizer import StreamDecoder
 
@@ -31,13 +31,12 @@ flags.mark_flags_as_required(["checkpoint", "prompt"])
 
 
 def main():
-    path = checkpoint_path(CHECKPOINT.value)
-    tokenizer = tokenizer_of(path)
-    config, params = trace_jax.load_checkpoint(path)
+    tokenizer = tokenizer_of(CHECKPOINT.value)
+    config, params = trace_jax.load_checkpoint(CHECKPOINT.value)
     precision = PrecisionPolicy((Rule("*", PRECISION.value),)).resolve(config.num_layers)
     if PRECISION.value != "bf16":
         params = jax.jit(sync.to_rollout, static_argnums=1)(params, precision)
-    prompt = tokenizer.encode(tokenizer.chat([{"role": "user", "content": PROMPT.value}]))
+    prompt = tokenizer.prompt_ids(PROMPT.value)
     decoder, count, begun = StreamDecoder(tokenizer), 0, None
     for token, _ in stream(
         config,

@@ -8,22 +8,17 @@ DIR needs no more than a config.json; a .gguf file and pip:PACKAGE do too.
 from absl import flags
 
 from experiments import cli
-from experiments.checkpoints import checkpoint_path
 from trace_jax.fp4 import GuidancePlan
 from trace_jax.model.accounting import summary
-from trace_jax.model.checkpoint_io import read_hub_config
+from trace_jax.model.checkpoint_io import checkpoint_config
 from trace_jax.model.families import family_of
-from trace_jax.model.gguf_io import GgufFile
-from trace_jax.model.hub_config import config_from_hub
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Folder, .gguf file or pip:PACKAGE.")
 flags.mark_flag_as_required("checkpoint")
 
 
 def main():
-    path = checkpoint_path(CHECKPOINT.value)
-    hub = GgufFile(path).config if path.suffix == ".gguf" else read_hub_config(path)
-    config = config_from_hub(hub)
+    config = checkpoint_config(CHECKPOINT.value)
     found = summary(config, GuidancePlan())
     # Rounded down, as the names of models are.
     billions = lambda n: f"{n // 10**8 / 10} B" if n >= 1e9 else f"{n // 10**5 / 10} M"

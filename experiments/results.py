@@ -1,6 +1,7 @@
 """Result files: one JSON object a line, each with where and how it was measured."""
 
 import json
+import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,15 @@ def read_rows(path: Path) -> list[dict]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Replaces a result file whole, or leaves it; a file that would be empty is not made."""
+    if not rows and not path.exists():
+        return
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(scratch, path)
 
 
 def append_row(path: Path, row: dict) -> None:

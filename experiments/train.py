@@ -3,13 +3,13 @@
 python -m experiments.train --config=configs/quickstart.py --config.rl.steps=50 --workdir=DIR
 """
 
+import sys
 from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
 
 from experiments import cli
-from trace_jax.config import freeze
 from trace_jax.loop import train
 from trace_jax.report import write_report
 
@@ -19,7 +19,9 @@ RESUME = flags.DEFINE_bool("resume", False, "Go on from the newest checkpoint in
 
 
 def main():
-    result = train(freeze(CONFIG.value), Path(WORKDIR.value), resume=RESUME.value)
+    config = cli.config_of(CONFIG)
+    print(cli.header(config), file=sys.stderr)
+    result = train(config, Path(WORKDIR.value), resume=RESUME.value)
     line = cli.summary(result, None)
     line["report"] = str(write_report(Path(WORKDIR.value), line))
     cli.print_json(line)

@@ -11,10 +11,11 @@ from absl import flags
 
 import trace_jax
 from experiments import cli
-from experiments.checkpoints import checkpoint_path, tokenizer_of
+from trace_jax.model.checkpoint_io import checkpoint_path
 from trace_jax.model.families import family_of
 from trace_jax.model.tensors import parameter_count
 from trace_jax.model.upcycle import upcycle
+from trace_jax.pretrained import export_files
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Dense: folder, .gguf or pip:PACKAGE.")
 EXPERTS = flags.DEFINE_integer("experts", 8, "Experts a layer.", lower_bound=1)
@@ -26,12 +27,12 @@ flags.mark_flags_as_required(["checkpoint", "out"])
 
 
 def main():
-    path = checkpoint_path(CHECKPOINT.value)
-    config, params = trace_jax.load_checkpoint(path)
+    config, params = trace_jax.load_checkpoint(CHECKPOINT.value)
     key = jax.random.key(SEED.value)
     config, params = upcycle(config, params, EXPERTS.value, TOP_K.value, key, NOISE.value)
-    facts = {"upcycled from": path.name, "experts": EXPERTS.value, "noise": NOISE.value}
-    files = tokenizer_of(path).files()
+    source = checkpoint_path(CHECKPOINT.value).name
+    facts = {"upcycled from": source, "experts": EXPERTS.value, "noise": NOISE.value}
+    files = export_files(CHECKPOINT.value)
     trace_jax.save_checkpoint(OUT.value, config, params, files=files, facts=facts)
     cli.print_json(
         {

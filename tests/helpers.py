@@ -175,3 +175,20 @@ def agreement(mine, theirs, where) -> dict[str, float]:
         site: float(np.mean((signless(mine[site].codes) == signless(theirs[site].codes))[:, where]))
         for site in theirs
     }
+
+
+# --- heads of a model ---
+
+
+def numpy_logprobs(hidden, unembed, targets, temperature):
+    logits = np.asarray(hidden, np.float64) @ np.asarray(unembed, np.float64).T / temperature
+    logits -= logits.max(-1, keepdims=True)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    picked = np.take_along_axis(logp, targets[..., None], -1)[..., 0]
+    return picked, -(np.exp(logp) * logp).sum(-1)
+
+
+def head_example(n, t, d, v, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    hidden, unembed = rng.normal(size=(n, t, d)), rng.normal(size=(v, d))
+    return hidden.astype(dtype), unembed.astype(dtype), rng.integers(0, v, (n, t))

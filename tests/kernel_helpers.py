@@ -23,6 +23,14 @@ def decode(q) -> np.ndarray:
     return value[..., : q.length] * np.asarray(q.outer, np.float64)
 
 
+def fp8_rows(x: np.ndarray) -> np.ndarray:
+    """Float64 rows [..., D] as E4M3 holds them over the smallest fitting power of two."""
+    amax = np.abs(x).max(axis=-1, keepdims=True)
+    outer = 2.0 ** np.ceil(np.log2(np.maximum(amax / 448, 2.0**-117)))
+    codes = (x / outer).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float64) * outer
+
+
 def relative_error(got, want) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -14,14 +14,12 @@ from trace_jax.rl.advantages import (
     group_advantages,
     group_stats,
     informative_groups,
-    scatter_groups,
 )
 
 GROUPS, SAMPLES = 8, 4
 ONE_WIN = [1.7320468, -0.5773489, -0.5773489, -0.5773489]  # 0.75 / (sqrt(3) / 4 + 1e-6)
 compute = jax.jit(group_advantages, static_argnames="scale")
 stats = jax.jit(group_stats)
-scatter = jax.jit(scatter_groups, static_argnames=("prompts", "samples"))
 
 
 def advantages(rewards, valid=None, scale="std"):
@@ -96,28 +94,6 @@ def test_one_win_in_four_gives_sqrt_3():
 def test_dr_grpo_only_subtracts_the_mean():
     got = advantages([[1, 0, 0, 0]], scale="none")
     np.testing.assert_array_equal(got, [[0.75, -0.25, -0.25, -0.25]])
-
-
-def test_groups_are_prompt_instances_in_any_arrival_order():
-    """BR-065: interleaved samples, and one prompt text that stands twice in the batch."""
-    prompt = np.array([0, 1, 0, 1, 0, 1, 0, 1])  # instances; their texts are the same
-    sample = np.array([0, 0, 1, 1, 2, 2, 3, 3])
-    flat = np.array([1, 5, 0, 7, 0, 5, 0, 5], np.float32)
-    other_win = [-0.5773501, 1.7320504, -0.5773501, -0.5773501]  # deviation sqrt(3) / 2
-    for order in (np.arange(8), np.arange(8)[::-1], np.array([3, 0, 7, 4, 1, 6, 2, 5])):
-        rewards, valid = scatter(flat[order], prompt[order], sample[order], prompts=2, samples=4)
-        np.testing.assert_array_equal(valid, True)
-        np.testing.assert_allclose(advantages(rewards, valid)[0], ONE_WIN, rtol=1e-6)
-        np.testing.assert_allclose(advantages(rewards, valid)[1], other_win, rtol=1e-6)
-    # The reported fault: a group of its own for every repeat leaves nothing to learn from.
-    np.testing.assert_array_equal(advantages(flat[:, None]), 0.0)
-
-
-def test_samples_that_never_arrived_are_invalid():
-    flat, prompt = np.array([1, 2, 9, 9], np.float32), np.array([0, 1, -1, 2])
-    rewards, valid = scatter(flat, prompt, np.array([1, 0, 1, 1]), prompts=2, samples=2)
-    np.testing.assert_array_equal(valid, [[False, True], [True, False]])
-    np.testing.assert_array_equal(rewards, [[0, 1], [2, 0]])
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])

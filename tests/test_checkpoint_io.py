@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 import trace_jax
 from trace_jax import fp4, sync
 from trace_jax.fp4 import QTensor
-from trace_jax.model import checkpoint_io, safetensors_dir
+from trace_jax.model import checkpoint_export, safetensors_dir
 from trace_jax.model.families import family_of
-from trace_jax.model.fp4_layouts import reciprocal
+from trace_jax.model.fp4_layouts import global_scale, outer_of
 from trace_jax.model.hub_config import config_from_hub, config_to_hub
 from trace_jax.model.safetensors_dir import SafetensorsDir
 from trace_jax.model.tensors import parameter_count, tensors
@@ -73,12 +73,12 @@ def test_config_survives_the_round_trip(family):
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate"),
         (
             "qwen3_5_moe_text",
             {"layer_types": ["full_attention", "linear_attention"] * 2},
             "layer_types",
         ),
-        ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate"),
     ],
 )
 def test_an_unsupported_field_is_named(family, change, named):
@@ -186,7 +186,7 @@ def test_bf16_round_trip_is_bit_equal(family, tmp_path):
         config,
         params,
         max_shard_bytes=20_000,
-        files=checkpoint_io.companions(GOLDEN / family),
+        files=checkpoint_export.companions(GOLDEN / family),
     )
     again, reread = trace_jax.load_checkpoint(folder)
     assert again == config and bits(reread) == bits(params)
@@ -203,6 +203,8 @@ FP4_CASES = [
     ("qwen3_moe", "nvfp4-modelopt"),
     ("llama", "nvfp4"),
     ("gpt_oss", "mxfp4"),
+    ("gpt_oss", "nvfp4"),
+    ("gpt_oss", "nvfp4-modelopt"),
 ]
 
 
@@ -217,21 +219,26 @@ def test_fp4_exports_decode_to_what_rollout_uses(family, format, tmp_path):
     rollout = sync.to_rollout(params, policy.resolve(config.num_layers))["layers"][0]
     for leaf in sync.EXPERT_WEIGHTS:
         mine, theirs = imported["layers"]["moe"][leaf], rollout["moe"][leaf]
-        np.testing.assert_array_equal(mine.packed, theirs.packed)
-        np.testing.assert_array_equal(mine.block_scale, theirs.block_scale)
-        # compressed-tensors stores a reciprocal: the last bit of FP32 may go.
-        ulps = 1 if format == "nvfp4" else 0
-        np.testing.assert_array_max_ulp(mine.outer, theirs.outer, ulps)
-        values = [np.asarray(fp4.dequantize(q), np.float32) for q in (mine, theirs)]
-        assert np.mean(values[0] != values[1]) <= (1e-3 if ulps else 0)
+        for part in ("packed", "block_scale", "outer"):
+            np.testing.assert_array_equal(getattr(mine, part), getattr(theirs, part))
+    for leaf in ("gate_up_bias", "down_bias", "router"):
+        if leaf in params["layers"]["moe"]:
+            got, wanted = imported["layers"]["moe"][leaf], params["layers"]["moe"][leaf]
+            np.testing.assert_array_equal(got, wanted)
     once_more = trace_jax.save_checkpoint(tmp_path / "again", again, imported, format)
     assert bits(trace_jax.load_checkpoint(once_more)[1]) == bits(imported)
 
 
-def test_the_reciprocal_survives_its_round_trip():
-    g = np.random.default_rng(0).uniform(1, 4000, 10_000).astype(np.float32)
-    outer = np.float32(1) / g
-    np.testing.assert_array_equal(np.float32(1) / reciprocal(outer), outer)
+def test_outer_scales_survive_the_stored_reciprocal():
+    """Every BF16 maximum exactly, and the standard 2688 / amax in the file; see `outer_of`."""
+    amax = np.arange(0x3000, 0x4800, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    outer = amax / np.float32(2688)
+    np.testing.assert_array_equal(global_scale(outer), np.float32(2688) / amax)
+    np.testing.assert_array_equal(outer_of(global_scale(outer)), outer)
+    lost = np.mean(np.float32(1) / global_scale(outer) != outer)
+    assert lost > 0.125, "the plain reciprocal would do"
+    foreign = np.random.default_rng(0).uniform(1, 4000, 10_000).astype(np.float32)
+    np.testing.assert_array_equal(outer_of(global_scale(outer_of(foreign))), outer_of(foreign))
 
 
 def test_global_scales_of_both_nvfp4_layouts(tmp_path):
@@ -291,7 +298,7 @@ def test_a_killed_export_leaves_no_folder(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_io, "_write_companions", killed)
+    monkeypatch.setattr(checkpoint_export, "_write_companions", killed)
     with pytest.raises(KeyboardInterrupt):
         trace_jax.save_checkpoint(tmp_path / "out", config, params)
     assert list(tmp_path.iterdir()) == []
@@ -299,7 +306,7 @@ def test_a_killed_export_leaves_no_folder(tmp_path, monkeypatch):
 
 def test_exports_that_cannot_be_are_refused(tmp_path):
     config, params = golden_files.checkpoint("llama", "bfloat16")
-    for format, text in (("mxfp4", "no mxfp4 layout"), ("nvfp9", "unknown format")):
+    for format, text in (("mxfp4", "no mxfp4 layout"), ("nvfp9", "no nvfp9 layout")):
         with pytest.raises(ValueError, match=text):
             trace_jax.save_checkpoint(tmp_path / "out", config, params, format)
     with pytest.raises(ValueError, match="exists"):

@@ -25,6 +25,7 @@ KEYS = {
     "accuracy_before",
     "accuracy_after",
     "accuracy_own",
+    "accuracy_bf16",
     "mean_abs_logprob_gap",
     "kl_k3",
     "code_agreement",
@@ -267,7 +268,7 @@ def test_a_defect_keeps_its_traceback(ends):
 
 def test_summary_of_a_run_that_recorded_no_metric_is_still_json(tmp_path):
     scores = {"accuracy": 0.12345}
-    result = Result({}, scores, scores, scores, {}, tmp_path, 1.26)
+    result = Result({}, scores, scores, scores, scores, {}, tmp_path, 1.26)
     line = json.loads(json.dumps(cli.summary(result, None)))
     assert set(line) == KEYS
     assert (line["accuracy_before"], line["seconds"], line["report"]) == (0.1235, 1.3, None)

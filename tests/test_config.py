@@ -184,8 +184,8 @@ REFUSED = [
         "model: model: full_attention_every is 2; write delta.key_heads",
     ),
     ({"model.dense_layers": 9}, "model: model: dense_layers is 9; write less than num_layers"),
-    ({"model.router.groups": 3}, "model: model: router.groups is 3; write a divisor of num_experts (4)"),
-    ({"model.rotary_fraction": 0.0}, "model: model: rotary_fraction is 0.0; write a share of head_dim"),
+    ({"model.router.groups": 3}, "model: model: router.groups is 3; write a divisor of num_expert"),
+    ({"model.rotary_fraction": 0.0}, "model: model: rotary_fraction is 0.0; write a share of head"),
     ({"model.latent.kv_rank": 8}, "model: model: head_dim is 16; write latent.nope_dim"),
     ({"model.vocab_size": 256}, "model.vocab_size is 256; write 259 or more"),
     ({"seed": -1}, "seed is -1; write a number from 0 to 2147483647"),
@@ -359,6 +359,8 @@ def commands(tmp_path_factory):
         "missing_file": ["--config=configs/missing.py", workdir],
         "no_workdir": [config],
         "stray_word": [*base, "rl.steps=3"],
+        "method": [*base, "--config.method=trace_codes", "--config.guidance.layers=0,2"],
+        "against_method": [*base, "--config.method=qarl", "--config.rl.algorithm=grpo"],
     }
     run = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(lines), str(folder)],
@@ -416,6 +418,18 @@ def test_float_text_for_an_integer_is_a_clear_error(commands):
     """BR-143: --config.rl.steps=1e3."""
     line = refused_line(commands, "float_for_int")
     assert line.startswith("error: ") and "config.rl.steps" in line and "1e3" in line
+
+
+def test_a_method_is_shown_with_its_settings_and_those_given_by_hand(commands):
+    config = settings(commands, "method")
+    assert (config.guidance.bits, config.guidance.layers) == (4, "0,2")
+    (line,) = commands["method"][2].splitlines()
+    assert line.startswith("method trace_codes  mode trace  guidance.bits 4  guidance.layers 0,2")
+
+
+def test_a_flag_beats_its_method_even_with_the_default(commands):
+    assert settings(commands, "against_method").rl.algorithm == "grpo"
+    assert settings(commands, "against_method").rl.old_logprobs == "rollout"
 
 
 def test_nan_on_the_command_line_is_refused_by_us(commands):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trace_jax.rl.corrections import KINDS, correction_weights, sampled_logprob
+from trace_jax.rl.corrections import KINDS, correction_weights
 
 N, T = 4, 6
 run = jax.jit(
@@ -115,14 +115,6 @@ def test_a_short_row_of_logprobs_is_an_error():
         correction_weights(jnp.zeros((1, 10)), jnp.zeros((1, 9)), jnp.ones((1, 9)), kind="tis")
     with pytest.raises(ValueError, match=r"\(1, 10\), \(1, 1\)"):
         correction_weights(jnp.zeros((1, 10)), jnp.zeros((1, 1)), jnp.ones((1, 10)), kind="none")
-
-
-def test_the_sampled_token_is_looked_up_by_id_not_by_rank():
-    """BR-041: rank 1 is listed first, the sampled token is rank 9."""
-    ids = np.array([[17, 4], [4, 17], [17, 5]])
-    logps = np.array([[-0.1, -6.5], [-6.5, -0.1], [-0.1, -2.0]], np.float32)
-    got = sampled_logprob(ids, logps, np.array([4, 4, 9]))
-    np.testing.assert_array_equal(got, np.array([-6.5, -6.5, np.nan], np.float32))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -355,3 +355,32 @@ def test_a_scale_rule_of_the_other_scale_type_is_refused():
         NVFP4.replace(scale_rule="floor")
     with pytest.raises(ValueError, match="no outer scale"):
         MXFP4.replace(outer="amax")
+
+
+def test_codes_are_those_of_the_exact_quotient_not_of_a_rounded_one():
+    scale = np.float32([[0.4375, 3.25, 448.0]])  # scales of four significant bits
+    midpoints = np.float32(formats.MIDPOINTS)[:, None] * scale
+    tie = np.asarray(formats.encode_e2m1(jnp.asarray(midpoints), scale))
+    above = np.asarray(formats.encode_e2m1(jnp.asarray(np.nextafter(midpoints, 1e9)), scale))
+    below = np.asarray(formats.encode_e2m1(jnp.asarray(np.nextafter(midpoints, -1)), scale))
+    index = np.arange(7)[:, None]
+    np.testing.assert_array_equal(tie, np.broadcast_to(index + index % 2, tie.shape))
+    np.testing.assert_array_equal(above, np.broadcast_to(index + 1, tie.shape))
+    np.testing.assert_array_equal(below, np.broadcast_to(index, tie.shape))
+
+
+def test_scale_bytes_and_outer_scales_do_not_hang_on_how_the_machine_divides(monkeypatch):
+    amax = np.float32(np.arange(1, 2**12)) * np.float32(2.0**-5)
+    u = jnp.asarray(np.stack([amax, np.zeros_like(amax)], -1))  # ties of amax / 6 among them
+    pow2 = NVFP4.replace(outer="pow2")
+    exact = np.asarray(formats.block_scales(u, NVFP4))
+    outer = np.asarray(formats.outer_scale(jnp.asarray(amax * 21 * 2.0**9), pow2))
+    encode = formats._encode_e4m3
+    for ulp in (1 - 2.0**-22, 1 + 2.0**-22):
+        off = np.float32(ulp)
+        monkeypatch.setattr(formats, "_encode_e4m3", lambda raw, off=off: encode(raw * off))
+        monkeypatch.setattr(formats, "divide", lambda x, y, off=off: x / y * off)
+        np.testing.assert_array_equal(formats.block_scales(u, NVFP4), exact)
+        np.testing.assert_array_equal(
+            formats.outer_scale(jnp.asarray(amax * 21 * 2.0**9), pow2), outer
+        )

@@ -419,3 +419,36 @@ def test_the_gradient_of_a_guided_site_is_straight_through(zero):
         return jax.vjp(value, x)[1](g)[0]
 
     np.testing.assert_array_equal(pulled(x, g).astype(jnp.float32), g.astype(jnp.float32))
+
+
+# --- a second pass over the errors (QUADS) ---------------------------------------------
+
+
+def test_a_second_pass_quantizes_the_larger_half_of_the_errors():
+    """arXiv 2607.15810: the first pass stays, half of the values gain another."""
+    x = jax.random.normal(jax.random.key(3), (4, 32)).astype(jnp.bfloat16)
+    two = fp4.quantize_site(x, POW2.replace(residual=0.5))
+    one = fp4.quantize_site(x, POW2)
+    np.testing.assert_array_equal(two.codes, one.codes)
+    first, both = (np.asarray(q.value, np.float32) for q in (one, two))
+    error = np.asarray(x, np.float32) - first
+    for row in range(4):
+        larger = np.argsort(-np.abs(error[row]))[:16]
+        kept = np.setdiff1d(np.arange(32), larger)
+        np.testing.assert_array_equal(both[row, kept], first[row, kept])
+        left = np.abs(np.asarray(x, np.float32) - both)[row, larger]
+        # A block's step is at most a sixth of its largest error (2 of 6 in the last binade,
+        # half of it after rounding), so nothing that had a pass keeps more than that.
+        assert 0 < left.max() <= np.abs(error[row, larger]).max() / 5
+        chosen = jnp.zeros(32).at[larger].set(error[row, larger])
+        second = np.asarray(fp4.quantize_site(chosen, POW2).value, np.float32)
+        np.testing.assert_array_equal(both[row, larger], np.asarray(
+            jnp.asarray(first[row] + second).astype(jnp.bfloat16), np.float32)[larger])
+
+
+def test_a_second_pass_of_a_row_does_not_depend_on_its_neighbours():
+    x = jax.random.normal(jax.random.key(4), (3, 32)).astype(jnp.bfloat16)
+    fmt = POW2.replace(residual=0.5)
+    np.testing.assert_array_equal(
+        fp4.quantize_site(x, fmt).value[1], fp4.quantize_site(x[1:2] , fmt).value[0]
+    )

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trace_jax.kernels import cuda_build, dispatch, kv_attention, kv_pages, quantize
+from trace_jax.kernels import cuda_build, dispatch, kv_append, kv_attention, kv_pages, quantize
 from trace_jax.kernels import expert_matmul as em
 
-SOURCES = ("expert_matmul", "paged_attention", "quantize", "route")
+SOURCES = ("expert_matmul", "kv_append", "paged_attention", "quantize", "route")
 
 
 def test_platform_is_a_name():
@@ -90,6 +90,10 @@ def test_hopper_calls_lower_for_cuda(monkeypatch):
         "paged_attention": (
             lambda q, p, t, n: kv_attention._hopper(q, p, t, n, 0.1, 64, None),
             shape((3, 16, 128), jnp.bfloat16), pages, index((3, 4)), index((3,)),
+        ),
+        "kv_append": (
+            lambda p, t, n, k: kv_append._hopper(p, t, n, k, k, 1),
+            pages, index((3, 4)), index((3,)), shape((3, 2, 128), jnp.bfloat16),
         ),
         "quantize": (lambda x: quantize._hopper(x, quantize.ROW_FORMAT, True), rows),
     }  # fmt: skip

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import versions
+from kernel_helpers import ON_GPU, versions
 
 from trace_jax.fp4 import NVFP4, mantissa_bits, quantize
 from trace_jax.kernels.quantize import ROW_FORMAT, quantize_rows
@@ -44,6 +44,25 @@ def test_bad_rows_are_seen(version, bad):
     q = jax.jit(quantize_rows, static_argnames="version")(x, version=version).q
     assert np.isnan(q.outer[5]).all() and (np.asarray(q.block_scale[5]) & 127 == 127).all()
     assert np.isfinite(np.delete(np.asarray(q.outer), 5)).all()
+
+
+@ON_GPU
+def test_the_compiled_codec_and_the_kernels_agree_on_a_million_values():
+    """XLA:GPU against CPU and CUDA; half of the values are ties of their block."""
+    x = jax.random.normal(jax.random.key(1), (1024, 2048), jnp.float32)
+    power = jax.random.randint(jax.random.key(2), (1024, 128, 1), -20, 20)
+    tops = jax.random.randint(jax.random.key(3), (1024, 128, 1), 8, 16).astype(jnp.float32)
+    middles = jnp.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 2)  # of scale tops
+    middles = jax.random.permutation(jax.random.key(4), middles, independent=True)
+    tied = jnp.arange(128)[:, None] % 2 == 0
+    x = jnp.where(tied, tops * middles, x.reshape(1024, 128, 16)) * jnp.exp2(power * 1.0)
+    x = x.reshape(1024, 2048).astype(jnp.bfloat16)
+    run = jax.jit(quantize_rows, static_argnames="version")
+    fast, compiled = (run(x, version=v) for v in ("hopper", "reference"))
+    with jax.default_device(jax.devices("cpu")[0]):
+        cpu = run(jax.device_get(x), version="reference")
+    for other in (compiled, cpu):
+        jax.tree.map(np.testing.assert_array_equal, fast, other)
 
 
 def test_refusals():

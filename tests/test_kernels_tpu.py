@@ -14,6 +14,8 @@ from trace_jax.fp4 import NVFP4, quantize
 from trace_jax.kernels import expert_matmul as em
 from trace_jax.kernels import kv_attention as ka
 from trace_jax.kernels import kv_pages as kp
+from trace_jax.kernels.kv_append import append
+from trace_jax.kernels.kv_units import KV_FORMAT
 
 EXPERTS, N, K, TOP_K = 4, 256, 256, 2
 LOADS = {"even": (12, 12, 12, 12), "empty": (0, 1, 0, 47), "first_only": (48, 0, 0, 0)}
@@ -135,9 +137,7 @@ def pages_and_values(d, batch=3, max_pages=3, filler=None, lengths=None):
         k, v = (jnp.where(used, x, jnp.bfloat16(filler)) for x in (k, v))
     ids = jax.random.permutation(jax.random.key(3), batch * max_pages).astype(jnp.int32)
     pages = write_pages(kp.new_pages(batch * max_pages, HEADS, d, layout="tpu"), ids, k, v)
-    quantized = [
-        jax.jit(partial(quantize, format=kp.KV_FORMAT, outer_axes=(3,)))(x) for x in (k, v)
-    ]
+    quantized = [jax.jit(partial(quantize, format=KV_FORMAT, outer_axes=(3,)))(x) for x in (k, v)]
     values = [decode(q).reshape(batch, -1, HEADS, d) for q in quantized]
     return pages, ids.reshape(batch, max_pages), *values
 
@@ -188,10 +188,10 @@ def test_pages_hold_what_the_other_layout_holds_and_append_equals_write():
     for a, b in zip(read(want, ids), read(other, ids), strict=True):
         np.testing.assert_array_equal(a, b)
     pages = write_pages(kp.new_pages(4, HEADS, 64, layout="tpu"), ids, v, k)
-    append = jax.jit(kp.append)
+    add = jax.jit(append)
     for t in range(64):
-        pages = append(pages, table, jnp.full(2, t), k[:, t], v[:, t])
-    idle = append(pages, table, jnp.array([-1, -1]), k[:, 0], v[:, 0])
+        pages = add(pages, table, jnp.full(2, t), k[:, t], v[:, t]).pages
+    idle = add(pages, table, jnp.array([-1, -1]), k[:, 0], v[:, 0]).pages
     for a, b in zip(pages.arrays, want.arrays, strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(idle.arrays, want.arrays, strict=True):

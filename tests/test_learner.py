@@ -285,6 +285,33 @@ def test_reference_kl_joins_the_loss():
     assert float(metrics["loss"]) == pytest.approx(policy + 0.5 * kl, rel=1e-3)
 
 
+def test_centring_on_the_own_policy_changes_nothing_and_on_another_something():
+    """Score centering (arXiv 2609.20807): the sampler's expected score is taken off."""
+    learner = dense(score_centering=300)
+    params = sync.to_rollout(dense_params(), learner.mode.rollout)
+    own = learner.sampler_head(params, rollout())
+    assert own[0].shape == (ROWS, RESPONSE, 259), "no more than the vocabulary has"
+    args = rollout(), ADVANTAGES, LIVE, None, None
+    plain, _ = learner.update(state_of(learner), *args)
+    same, _ = learner.update(state_of(learner), *args, own)
+    assert_same_gradient(plain, same)
+    warmer = (own[0], jax.nn.log_softmax(1.5 * own[1]))
+    other, _ = learner.update(state_of(learner), *args, warmer)
+    assert np.linalg.norm(gradient(other) - gradient(plain)) > 0.1 * np.linalg.norm(gradient(plain))
+
+
+def test_the_head_of_the_sampler_holds_the_log_probs_that_it_sampled_with():
+    rolled, learner = moe_rollout(), moe("qat", score_centering=259)
+    params = sync.to_rollout(params_of(learner.config.model), learner.mode.rollout)
+    ids, logq = jax.jit(learner._sampler_head, compiler_options=QUICK)(params, rolled)
+    window = lambda x: np.asarray(response_window(x, rolled.prompt_length, RESPONSE))
+    at = np.argmax(np.asarray(ids) == window(rolled.tokens)[..., None], axis=-1)
+    found = np.take_along_axis(np.asarray(logq), at[..., None], -1)[..., 0]
+    inside = np.arange(RESPONSE)[None] < np.asarray(rolled.length - rolled.prompt_length)[:, None]
+    gap = np.abs(found - window(rolled.logp))[inside]
+    assert np.median(gap) < 0.2, "the rollout carried engine noise, its twin does not"
+
+
 # --- optimizer -----------------------------------------------------------------------
 
 
@@ -357,10 +384,10 @@ VERSION = 3
 
 
 @cache
-def moe(mode: str, on_stale: str = "obey", replay: bool = True) -> Learner:
+def moe(mode: str, on_stale: str = "obey", replay: bool = True, **rl) -> Learner:
     guidance = PLAN | {"on_stale": on_stale}
     return learner_of(
-        config_of(mode, MOE, guidance=guidance, rl={"routing_replay": replay})
+        config_of(mode, MOE, guidance=guidance, rl={"routing_replay": replay} | rl)
     )
 
 

@@ -1,4 +1,4 @@
-"""Log-probs, aggregation weights, policy loss, KL: values, gradients, masks, splits."""
+"""Aggregation weights, policy loss, KL: values, gradients, masks, splits."""
 
 import functools
 
@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import head_example, numpy_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from trace_jax.rl import losses
+from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.rl.losses import (
     ALGORITHMS,
     aggregation_weights,
-    chunked_logprobs,
     kl_to_reference,
     policy_loss,
-    response_mask,
 )
 
 MODES = ["token_mean", "sequence_mean", "constant"]
@@ -42,153 +42,7 @@ make_weights = jax.jit(aggregation_weights, static_argnames=("mode", "max_length
 kl_and_grad = jax.jit(jax.value_and_grad(kl_to_reference))
 
 
-# Log-probs
-
-
-def numpy_logprobs(hidden, unembed, targets, temperature):
-    logits = np.asarray(hidden, np.float64) @ np.asarray(unembed, np.float64).T / temperature
-    logits -= logits.max(-1, keepdims=True)
-    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    picked = np.take_along_axis(logp, targets[..., None], -1)[..., 0]
-    return picked, -(np.exp(logp) * logp).sum(-1)
-
-
-def example(n, t, d, v, seed=0, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    hidden, unembed = rng.normal(size=(n, t, d)), rng.normal(size=(v, d))
-    return hidden.astype(dtype), unembed.astype(dtype), rng.integers(0, v, (n, t))
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 15, 1000])
-def test_chunked_logprobs_equal_float64_whether_or_not_the_chunk_divides(chunk):
-    hidden, unembed, targets = example(3, 5, 8, 11)
-    got = jax.jit(functools.partial(chunked_logprobs, temperature=0.6, chunk=chunk))(
-        hidden, unembed, targets
-    )
-    for value, expected in zip(got, numpy_logprobs(hidden, unembed, targets, 0.6), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
-
-
-def test_chunked_gradients_equal_those_of_the_whole_softmax():
-    hidden, unembed, targets = example(3, 5, 8, 11)
-    a, b = np.random.default_rng(1).normal(size=(2, 3, 5)).astype(np.float32)
-
-    def whole(hidden, unembed):
-        logp = jax.nn.log_softmax(hidden @ unembed.T / 0.6)
-        picked = jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
-        return jnp.sum(a * picked) - jnp.sum(b[..., None] * jnp.exp(logp) * logp)
-
-    def chunked(hidden, unembed):
-        logp, entropy = chunked_logprobs(hidden, unembed, targets, temperature=0.6, chunk=4)
-        return jnp.sum(a * logp) + jnp.sum(b * entropy)
-
-    expected = jax.jit(jax.grad(whole, (0, 1)))(hidden, unembed)
-    gradients = jax.jit(jax.grad(chunked, (0, 1)))(hidden, unembed)
-    for got, want in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_logprobs_are_those_of_the_tempered_distribution():
-    """BR-037: both sides -0.17301; the raw -0.31326 would make a ratio of 1.1506."""
-    unembed = np.array([[1.0], [2.0]], np.float32)
-    one = np.ones((1, 1, 1), np.float32)
-    logp, _ = chunked_logprobs(one, unembed, np.ones((1, 1), int), temperature=0.6, chunk=1)
-    assert float(logp[0, 0]) == pytest.approx(-0.17301, abs=5e-6)
-    assert np.exp(float(logp[0, 0]) + 0.31326) == pytest.approx(1.1506, abs=5e-5)  # the fault
-
-
-def test_bf16_operands_accumulate_in_fp32():
-    unembed = np.ones((2, 1024), jnp.bfloat16)
-    unembed[1, 0] = 1.0078125  # logits 1024 and 1024.0078: one value in BF16
-    hidden, targets = np.ones((1, 1, 1024), jnp.bfloat16), np.ones((1, 1), int)
-    logp, entropy = chunked_logprobs(hidden, unembed, targets, temperature=1.0, chunk=1)
-    assert logp.dtype == entropy.dtype == jnp.float32
-    assert float(logp[0, 0]) == pytest.approx(-np.log1p(np.exp(-0.0078125)), abs=1e-6)
-
-
-def test_the_unembedding_gradient_of_many_chunks_sums_in_fp32():
-    """Each token adds 0.5; a BF16 sum stops at 128, where the spacing is 1."""
-    hidden, targets = np.ones((512, 1, 1), jnp.bfloat16), np.zeros((512, 1), int)
-
-    def total(unembed):
-        return jnp.sum(chunked_logprobs(hidden, unembed, targets, temperature=1.0, chunk=1)[0])
-
-    gradient = jax.jit(jax.grad(total))(jnp.zeros((2, 1), jnp.bfloat16))
-    np.testing.assert_array_equal(gradient.astype(np.float32), [[256.0], [-256.0]])
-
-
-def largest_array(jaxpr):
-    """The largest element count of any value in a jaxpr, inner jaxprs included."""
-    sizes = [np.prod(v.aval.shape) for eqn in jaxpr.eqns for v in eqn.outvars]
-    inner = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(list(eqn.params.values()))]
-    inner = [getattr(x, "jaxpr", x) for x in inner]
-    return max([*sizes, *(largest_array(x) for x in inner if hasattr(x, "eqns"))])
-
-
-def test_no_array_over_all_tokens_and_vocabulary_is_made_or_kept():
-    """BR-146: 8 x 4096 tokens of 151,936 would be 18.5 GiB a copy."""
-    hidden, unembed, targets = example(4, 64, 8, 4096)
-
-    def loss(hidden, unembed):
-        logp, entropy = chunked_logprobs(hidden, unembed, targets, temperature=1.0, chunk=16)
-        return jnp.sum(logp) + jnp.sum(entropy)
-
-    gradient = jax.grad(loss, (0, 1))
-    assert largest_array(jax.make_jaxpr(gradient)(hidden, unembed).jaxpr) == 16 * 4096
-    temporary = jax.jit(gradient).lower(hidden, unembed).compile().memory_analysis()
-    one_chunk, everything = 16 * 4096 * 4, 256 * 4096 * 4
-    assert one_chunk <= temporary.temp_size_in_bytes < 6 * one_chunk < everything
-
-
-def test_padding_beside_a_row_leaves_its_logprobs_alone():
-    """BR-045, as far as it is the head's: what fills the padded places is not read."""
-    hidden, unembed, targets = example(2, 5, 8, 11)
-    call = functools.partial(chunked_logprobs, temperature=1.0, chunk=3)
-    solo, _ = call(hidden[:1, :2], unembed, targets[:1, :2])
-    hidden[0, 2:], targets[0, 2:] = np.nan, -1
-    batched, _ = call(hidden, unembed, targets)
-    np.testing.assert_allclose(batched[0, :2], solo[0], rtol=1e-6)
-    assert np.isfinite(batched[1]).all()
-
-
-def test_each_chunk_is_shared_by_all_devices():
-    """Chunks cut along the sharded axis would leave seven of eight devices idle."""
-    hidden, unembed, targets = example(8, 16, 8, 64)
-    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (["data"], []))
-    call = functools.partial(chunked_logprobs, temperature=1.0, chunk=32)
-    arrays = (hidden, unembed, targets)
-    compiled = jax.jit(call, in_shardings=(rows, whole, rows)).lower(*arrays).compile()
-    program = compiled.as_text()
-    assert "f32[4,64]" in program and "f32[32,64]" not in program  # logits of 32 / 8 tokens
-    assert "all-gather" not in program and "all-to-all" not in program
-    placed = [jax.device_put(x, at) for x, at in zip(arrays, (rows, whole, rows), strict=True)]
-    for value, expected in zip(compiled(*placed), numpy_logprobs(*arrays, 1.0), strict=True):
-        np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("change, message", [
-    ({"temperature": 0.0}, "temperature 0.0"),  # BR-154
-    ({"temperature": float("nan")}, "temperature nan"),
-    ({"chunk": 0}, "chunk 0"),
-    ({"targets": np.zeros((3, 4), int)}, r"\(3, 4\)"),
-    ({"unembed": np.zeros((11, 7))}, r"\(11, 7\)"),
-])
-def test_arguments_without_a_meaning_are_refused(change, message):
-    hidden, unembed, targets = example(3, 5, 8, 11)
-    arguments = dict(hidden=hidden, unembed=unembed, targets=targets, temperature=1.0, chunk=4)
-    with pytest.raises(ValueError, match=message):
-        chunked_logprobs(**{**arguments, **change})
-
-
-# Masks and aggregation
-
-
-def test_a_response_without_eos_ends_where_sampling_ended():
-    """BR-042: [5, 6, 7, PAD, PAD], stopped by length."""
-    got = response_mask(np.array([3, 0, 5]), max_length=5)
-    expected = [[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
-    np.testing.assert_array_equal(got, np.array(expected, bool))
+# Aggregation
 
 
 def numpy_weights(mask, mode, max_length):
@@ -471,6 +325,21 @@ def test_only_the_new_log_probs_are_differentiated():
         np.testing.assert_array_equal(grad, 0.0)
 
 
+def test_tbpo_holds_negative_advantages_in_a_band_on_both_sides():
+    """Sequence log-ratios of A = -1, -1, -1, +1, +1 rows; only those in the band move."""
+    drift = np.array([-5e-4, 0.0, 9e-4, 9e-4, -5e-4])[:, None] * np.ones((1, 3))
+    tbpo = ALGORITHMS["tbpo"]
+    settings_ = dict(level="sequence", clip=(tbpo["clip_low"], tbpo["clip_high"]))
+    ones = np.ones((5, 3))
+    _, metrics, grad = run_policy(
+        drift, 0 * drift, [-1, -1, -1, 1, 1], ones, ones, dual_clip=tbpo["dual_clip"], **settings_
+    )
+    moved = np.abs(grad).sum(1) > 0
+    np.testing.assert_array_equal(moved, [False, True, False, False, True])
+    assert metrics["clip_fraction"] == pytest.approx(2 / 5)
+    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 5)
+
+
 def test_settings_are_those_of_the_papers():
     columns = ("scale", "aggregation", "level", "clip_low", "clip_high", "dynamic_sampling")
     assert {name: tuple(entry[c] for c in columns) for name, entry in ALGORITHMS.items()} == {
@@ -478,7 +347,9 @@ def test_settings_are_those_of_the_papers():
         "dr_grpo": ("none", "constant", "token", 0.2, 0.2, False),
         "dapo": ("std", "token_mean", "token", 0.2, 0.28, True),
         "gspo": ("std", "sequence_mean", "sequence", 3e-4, 4e-4, False),
+        "tbpo": ("std", "sequence_mean", "sequence", 3e-4, 4e-4, False),
     }
+    assert {n: e["dual_clip"] for n, e in ALGORITHMS.items() if e["dual_clip"]} == {"tbpo": 1.0007}
     losses.algorithm("grpo")["clip_low"] = 9.0
     assert losses.algorithm("dr_grpo")["clip_low"] == losses.algorithm("grpo")["clip_low"] == 0.2
 
@@ -527,7 +398,7 @@ def test_k3_equals_its_formula_and_gradient_off_and_on_the_mask():
 def head_loss(unembed, hidden, targets, old, advantages, mask, weights, *, name):
     chosen = losses.algorithm(name)
     logp, _ = chunked_logprobs(hidden, unembed, targets, temperature=0.8, chunk=16)
-    kw = {key: chosen[key] for key in ("clip_low", "clip_high", "level")}
+    kw = {key: chosen[key] for key in ("clip_low", "clip_high", "level", "dual_clip")}
     loss, _ = policy_loss(logp, old, advantages, mask, weights, **kw)
     return loss + 0.1 * kl_to_reference(logp, old, mask, weights)
 
@@ -535,7 +406,7 @@ def head_loss(unembed, hidden, targets, old, advantages, mask, weights, *, name)
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_one_device_and_eight_give_the_same_loss_and_gradient(name):
     """BR-067: 8 rows, among them an empty one and lengths that differ; one row a device."""
-    hidden, unembed, targets = example(8, T, 8, 11)
+    hidden, unembed, targets = head_example(8, T, 8, 11)
     rng = np.random.default_rng(2)
     old = numpy_logprobs(hidden, unembed, targets, 0.8)[0] + 0.1 * rng.normal(size=(8, T))
     mask = np.arange(T) < np.array([0, 1, 5, 2, 4, 5, 3, 1])[:, None]

@@ -31,6 +31,7 @@ TABLE = {
     "post_hoc": (BF16, BF16, False),
     "qat": (ALL, ALL, False),
     "w4a16": (W4A16, W4A16, False),
+    "quads": (ALL, W4A16, False),
     "trace": (ALL, ALL, True),
 }
 
@@ -80,6 +81,14 @@ def test_layers_kept_in_bf16_are_so_on_both_sides():
     found = mode("trace", bf16_layers="last:1")
     for side in (found.rollout, found.trainer):
         assert [names(layer) for layer in side] == [ALL] * 3 + [BF16]
+
+
+def test_quads_gives_the_rollouts_activations_a_second_pass_and_nothing_else():
+    layer = mode("quads").rollout[0]
+    shares = {t: getattr(layer, t).residual for t in ALL}
+    assert shares == dict.fromkeys(ALL, 0.0) | {"expert_in": 0.5, "expert_mid": 0.5}
+    kept = mode("quads", activations="bf16").rollout[0]
+    assert kept.expert_in is None and kept.expert_mid is None
 
 
 def test_activations_and_kv_have_a_power_of_two_outer_scale_and_weights_do_not():

@@ -16,7 +16,9 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([GRID, -GRID])
 ONE_BIT, FOUR_BIT, REPLAY = Rounding("one_bit"), Rounding("four_bit"), Rounding("replay")
 
-round_codes = jax.jit(fp4.round_codes, static_argnums=0)
+round_codes = jax.jit(
+    lambda spec, z, *hints: fp4.round_codes(spec, z, np.float32(1), *hints), static_argnums=0
+)
 fp4_round = jax.jit(fp4.fp4_round, static_argnums=0)
 guided = jax.jit(fp4.guided_round)
 
@@ -53,7 +55,7 @@ def test_nearest_rounds_ties_to_the_even_code():
 
 def test_unknown_mode_is_an_error():
     with pytest.raises(ValueError, match="unknown rounding mode 'up'"):
-        fp4.round_codes(Rounding("up"), jnp.zeros(3))
+        fp4.round_codes(Rounding("up"), jnp.zeros(3), jnp.ones(3))
 
 
 # --- stochastic ---------------------------------------------------------------------

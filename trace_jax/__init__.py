@@ -7,13 +7,14 @@ trainer's FP4 rounding.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trace_jax.model.checkpoint_io import load_checkpoint, save_checkpoint
+    from trace_jax.model.checkpoint_export import save_checkpoint
+    from trace_jax.model.checkpoint_io import load_checkpoint
     from trace_jax.model.forward import forward
 
 # Loaded at first use: `import trace_jax` must not need JAX.
 _LAZY = {
     "load_checkpoint": "trace_jax.model.checkpoint_io",
-    "save_checkpoint": "trace_jax.model.checkpoint_io",
+    "save_checkpoint": "trace_jax.model.checkpoint_export",
     "forward": "trace_jax.model.forward",
 }
 

@@ -9,18 +9,20 @@ import dataclasses
 import difflib
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ml_collections
 
+from trace_jax import methods
 from trace_jax.fp4 import FORMATS, GuidancePlan, PrecisionPolicy, Rule, select_layers
 from trace_jax.model import ModelConfig, planned_layers
+from trace_jax.model.checkpoint_io import checkpoint_config
 from trace_jax.rl.corrections import KINDS
 from trace_jax.rl.losses import ALGORITHMS
 from trace_jax.tasks import ByteTokenizer
 
-MODES = ("bf16", "naive", "post_hoc", "qat", "w4a16", "trace")
+MODES = ("bf16", "naive", "post_hoc", "qat", "w4a16", "quads", "trace")
 
 
 class ConfigError(ValueError):
@@ -42,6 +44,13 @@ class TaskConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Where the parameters start. A checkpoint brings its model, tokenizer and chat template."""
+
+    checkpoint: str = ""  # folder, .gguf file or pip:PACKAGE; "": random, with byte tokens
+
+
+@dataclasses.dataclass(frozen=True)
 class WarmupConfig:
     """Supervised warm start in BF16 on gold answers."""
 
@@ -54,7 +63,7 @@ class WarmupConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RLConfig:
-    algorithm: str = "grpo"  # grpo | dr_grpo | dapo | gspo
+    algorithm: str = "grpo"  # grpo | dr_grpo | dapo | gspo | tbpo
     steps: int = 100
     prompts_per_step: int = 64
     samples: int = 8  # responses a prompt
@@ -63,6 +72,7 @@ class RLConfig:
     old_logprobs: str = "learner"  # whose log-probs the ratio is against: learner | rollout
     correction: str = "none"  # none | tis | icepop | sequence_mask
     correction_cap: float = 5.0
+    score_centering: int = 0  # the sampler's likeliest tokens that are centred on; 0 is off
     kl_coef: float = 0.0  # k3 to the policy that RL started from
     balance_coef: float = 0.0  # load-balance loss of the router
     routing_replay: bool = True
@@ -146,9 +156,11 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class Config:
     model: ModelConfig
+    method: str = ""  # a named set of settings, see trace_jax.methods
     mode: str = "trace"
     seed: int = 0  # initial parameters and sampling
     data_seed: int = 0  # problems and their order
+    init: InitConfig = InitConfig()
     task: TaskConfig = TaskConfig()
     warmup: WarmupConfig = WarmupConfig()
     rl: RLConfig = RLConfig()
@@ -189,20 +201,67 @@ class Config:
 
 
 def default(**model) -> ml_collections.ConfigDict:
-    """A ConfigDict with every key at its default and the given model shape."""
-    return ml_collections.ConfigDict(dataclasses.asdict(Config(model=ModelConfig(**model))))
+    """A ConfigDict with every key at its default and the given model shape.
+
+    Without a shape `model` is empty, for the one of init.checkpoint.
+    """
+    fields = {f.name: f.default for f in dataclasses.fields(Config)} | {"model": {}}
+    if model:
+        fields["model"] = ModelConfig(**model)
+    return ml_collections.ConfigDict({k: _plain(v) for k, v in fields.items()})
 
 
-def freeze(tree: Mapping[str, Any]) -> Config:
+def freeze(tree: Mapping[str, Any], given: Collection[str] = ()) -> Config:
     """The validated `Config` of a ConfigDict or mapping.
+
+    A ConfigDict is what a user wrote: its method's settings are filled in, except where it
+    has something else than the default and at the dotted paths `given`. A plain mapping is
+    a configuration read back, and is taken as it stands.
+
+    The model of init.checkpoint, where there is one, is that of the checkpoint.
 
     Raises:
       ConfigError: unknown key (with the nearest name), missing key, wrong type,
-        NaN or infinity, or values that cannot work together.
+        NaN or infinity, a model that is not the checkpoint's, or values that cannot work
+        together.
     """
     if isinstance(tree, ml_collections.ConfigDict):
-        tree = tree.to_dict()
+        tree = _with_method(tree.to_dict(), given)
+    init = tree.get("init")
+    name = init.get("checkpoint") if isinstance(init, Mapping) else None
+    if isinstance(name, str) and name:
+        tree = {**tree, "model": _model_of(name, tree.get("model", {}))}
+    require(
+        tree.get("model") != {},
+        "model is empty; write its shape, or init.checkpoint with the folder of a checkpoint",
+    )
     return _build(Config, tree, "")
+
+
+def _with_method(tree: Mapping[str, Any], given: Collection[str]) -> Mapping[str, Any]:
+    if tree.get("method") not in methods.METHODS:  # none, or one that is refused later
+        return tree
+    known = [f for f in dataclasses.fields(Config) if f.default is not dataclasses.MISSING]
+    return methods.apply(tree, {f.name: _plain(f.default) for f in known}, given)
+
+
+def _plain(value):
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+
+
+def _model_of(name: str, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's model as settings; `stated` ones must agree, but for the dtype."""
+    found = checkpoint_config(name, stated.get("dtype", "bfloat16"))
+    model = dataclasses.asdict(found)
+    hints = typing.get_type_hints(ModelConfig)
+    for key in [k for k in stated if k in model]:
+        value = _coerce(hints[key], stated[key], f"model.{key}")
+        require(
+            value == getattr(found, key),
+            f"model.{key} is {value!r} and that of init.checkpoint {getattr(found, key)!r}; "
+            "leave model.* out, the checkpoint brings its own",
+        )
+    return dict(stated) | model
 
 
 def to_dict(config: Config) -> dict:
@@ -278,6 +337,7 @@ _AT_LEAST = {
     "rl.micro_batches": 1,
     "rl.logprob_chunk": 1,
     "rl.kl_coef": 0,
+    "rl.score_centering": 0,
     "rl.balance_coef": 0,
     "rollout.engine_noise": 0,
     "optim.warmup_steps": 0,
@@ -309,6 +369,7 @@ def _validate(c: Config) -> None:
     for name in ("seed", "data_seed"):
         value = getattr(c, name)
         require(0 <= value < 2**31, f"{name} is {value}; write a number from 0 to {2**31 - 1}")
+    _choice("method", c.method, ("", *methods.METHODS))
     _choice("mode", c.mode, MODES)
     _choice("rl.algorithm", c.rl.algorithm, tuple(ALGORITHMS))
     _choice("rl.correction", c.rl.correction, KINDS)
@@ -333,6 +394,11 @@ def _validate(c: Config) -> None:
         c.rl.correction == "none" or c.rl.old_logprobs == "learner",
         f"rl.correction is {c.rl.correction!r} and the ratio is against the rollout already; "
         "write rl.old_logprobs='learner', or rl.correction='none'",
+    )
+    require(
+        not c.rl.score_centering or c.rl.correction == "none",
+        f"rl.score_centering is {c.rl.score_centering} with rl.correction {c.rl.correction!r}; "
+        "write rl.correction='none', the two together are not implemented",
     )
     parts = c.rl.minibatches * c.rl.micro_batches
     require(
@@ -368,7 +434,7 @@ def _validate_numerics(c: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"config: {error}") from error
     require(
-        c.model.vocab_size >= ByteTokenizer.vocab_size,
+        c.init.checkpoint != "" or c.model.vocab_size >= ByteTokenizer.vocab_size,
         f"model.vocab_size is {c.model.vocab_size}; write {ByteTokenizer.vocab_size} or more, "
         "the byte tokenizer's ids",
     )
@@ -404,5 +470,3 @@ def _validate_plan(c: Config, plan: GuidancePlan, planned: dict, precision) -> N
         f"guidance.scale_bits is {plan.scale_bits}, which cannot tell the two scales of 4-over-6 "
         f"apart ({', '.join(vague)}); write 8, or 'nvfp4' as the format",
     )
-
-

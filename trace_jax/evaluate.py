@@ -11,7 +11,7 @@ from trace_jax.parallel import shard_rows
 from trace_jax.rollout import Engine, EngineConfig
 from trace_jax.rollout.sampling import request_keys
 from trace_jax.scoring import make_prompts, problem_set, score
-from trace_jax.tasks import ByteTokenizer
+from trace_jax.tasks.tokenizer import Tokenizer
 
 EVAL_SEED = 7919  # keys of evaluation; training uses config.seed
 
@@ -22,9 +22,10 @@ class Evaluator:
     Problems and sampling keys are the same at every call, and those of no other seed.
     """
 
-    def __init__(self, config: Config, precision: tuple[LayerPrecision, ...], mesh):
-        self.config, self.mesh = config, mesh
-        self.tokenizer = ByteTokenizer()
+    def __init__(
+        self, config: Config, precision: tuple[LayerPrecision, ...], mesh, tokenizer: Tokenizer
+    ):
+        self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
         count = config.eval.problems
         problems = problem_set(config, "heldout")
         self.prompts = make_prompts(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import sys
 import time
@@ -19,13 +20,14 @@ from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
+from trace_jax.pretrained import run_params, run_tokenizer
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
 from trace_jax.rollout import Engine, EngineConfig, Rollout
 from trace_jax.rollout.sampling import request_keys
 from trace_jax.runs import create_run_dir
 from trace_jax.scoring import make_prompts, problem_set, score
-from trace_jax.tasks import ByteTokenizer, batch_indices
+from trace_jax.tasks import batch_indices
 from trace_jax.warmup import WarmStart, encode_examples
 
 
@@ -41,6 +43,7 @@ class Result:
     before: dict[str, float]  # held-out accuracy under FP4 inference
     after: dict[str, float]
     own: dict[str, float]  # after, in the formats that the mode's own rollout uses
+    bf16: dict[str, float]  # after, unquantized
     last: dict  # the last iteration's metrics
     checkpoint: Path
     seconds: float
@@ -89,7 +92,7 @@ class Actor:
 
     def __init__(self, config: Config, mode: modes.Mode, mesh):
         self.config, self.mesh = config, mesh
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = run_tokenizer(config)
         self.problems = problem_set(config, "train")
         self.engine = Engine(
             EngineConfig(
@@ -137,10 +140,12 @@ class Trainer:
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, self.mesh)
         self.learner = Learner(config, self.mode)
-        self.evaluate = Evaluator(config, modes.fp4_precision(config), self.mesh)
-        self.evaluate_own = self.evaluate
-        if self.mode.rollout != modes.fp4_precision(config):
-            self.evaluate_own = Evaluator(config, self.mode.rollout, self.mesh)
+        evaluator = functools.cache(
+            lambda precision: Evaluator(config, precision, self.mesh, self.actor.tokenizer)
+        )
+        self.evaluate = evaluator(modes.fp4_precision(config))
+        self.evaluate_own = evaluator(self.mode.rollout)
+        self.evaluate_bf16 = evaluator(modes.bf16_precision(config))
         self.code_ledger = jax.jit(code_ledger)
         self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
         self.audits = Checkpointer(self.workdir / "audit", 1)
@@ -153,6 +158,12 @@ class Trainer:
     def fresh_params(self):
         init = jax.jit(lambda key: model.init(self.config.model, key))
         return shard_params(init(jax.random.key(self.config.seed)), self.mesh)
+
+    def initial_params(self):
+        """FP32 parameters that the run begins with: those of init.checkpoint, else random."""
+        if not self.config.init.checkpoint:
+            return self.fresh_params()
+        return shard_params(run_params(self.config, self.mesh), self.mesh)
 
     def start(self, params) -> dict:
         """State of RL at step 0; the reference is what RL starts from."""
@@ -215,7 +226,8 @@ class Trainer:
         with clock.part("train") as ready:
             advantages, live = self._advantages(rewards, valid)
             old, ref = self._fixed_logprobs(train, state, rollout)
-            train, metrics = self.learner.update(train, rollout, advantages, live, old, ref)
+            head = self.learner.sampler_head(params, rollout) if c.rl.score_centering else None
+            train, metrics = self.learner.update(train, rollout, advantages, live, old, ref, head)
             ready(metrics)
         self._check(train, step)
         seconds = clock.seconds
@@ -287,12 +299,15 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
     config, w = trainer.config, trainer.config.warmup
     warm = WarmStart(config)
     problems, tokenizer = trainer.actor.problems, trainer.actor.tokenizer
-    state, first = shard_params(warm.init(trainer.fresh_params()), trainer.mesh), 0
+    begin = lambda params: shard_params(warm.init(params), trainer.mesh)
     if w.init_from:
-        return Checkpointer(Path(w.init_from) / "warmup", 1).restore(None, state)[0].params
+        taken = Checkpointer(Path(w.init_from) / "warmup", 1)
+        return taken.restore(None, begin(trainer.fresh_params()))[0].params
     saved = Checkpointer(trainer.workdir / "warmup", 1)
-    if not saved.empty():
-        state, metadata = saved.restore(None, state)
+    if saved.empty():
+        state, first = begin(trainer.initial_params()), 0
+    else:
+        state, metadata = saved.restore(None, begin(trainer.fresh_params()))
         first = metadata["step"]
     if first >= w.steps:
         return state.params
@@ -351,12 +366,12 @@ def train(
     state, last = _loop(trainer, state, first, before, stream)
     final = state["train"]
     trainer.record_audit(config.rl.steps, final)
-    after = trainer.evaluate(final.params)
-    own = after
-    if trainer.evaluate_own is not trainer.evaluate:
-        own = trainer.evaluate_own(final.params)
+    judged = functools.cache(lambda evaluate: evaluate(final.params))
+    after, own, bf16 = map(
+        judged, (trainer.evaluate, trainer.evaluate_own, trainer.evaluate_bf16)
+    )
     path = trainer.checkpoints.directory / str(config.rl.steps)
-    return Result(final.params, before, after, own, last, path, time.perf_counter() - begun)
+    return Result(final.params, before, after, own, bf16, last, path, time.perf_counter() - begun)
 
 
 def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):

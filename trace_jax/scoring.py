@@ -7,7 +7,8 @@ import numpy as np
 
 from trace_jax.config import Config, ConfigError
 from trace_jax.rollout import Rollout
-from trace_jax.tasks import ByteTokenizer, Problem, ProblemSet, encode_prompts, reward
+from trace_jax.tasks import Problem, ProblemSet, encode_prompts, reward
+from trace_jax.tasks.tokenizer import Tokenizer
 
 PROBLEM_SEED = 0  # which problems exist; config.data_seed only orders them
 
@@ -31,7 +32,7 @@ class Prompts:
         return int((~self.live).sum())
 
 
-def make_prompts(problems: Sequence[Problem], tokenizer: ByteTokenizer, config: Config) -> Prompts:
+def make_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, config: Config) -> Prompts:
     """Encodes prompts at a fixed batch size; over-long ones are dropped and counted.
 
     Raises:
@@ -51,7 +52,7 @@ def make_prompts(problems: Sequence[Problem], tokenizer: ByteTokenizer, config: 
     return Prompts(repeat(tokens), repeat(lengths), kept + kept[:1] * fill, live)
 
 
-def responses(rollout: Rollout, tokenizer: ByteTokenizer) -> list[tuple[str, bool]]:
+def responses(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """(text, finished) of every row; only sampled tokens, never the prompt."""
     tokens, start, end, finished = (
         np.asarray(a)
@@ -61,7 +62,7 @@ def responses(rollout: Rollout, tokenizer: ByteTokenizer) -> list[tuple[str, boo
     return [(tokenizer.decode(row[a:b].tolist()), bool(f)) for row, a, b, f in rows]
 
 
-def score(rollout: Rollout, prompts: Prompts, tokenizer: ByteTokenizer, samples: int):
+def score(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, samples: int):
     """Rewards FP32 [P, samples] and valid bool [P, samples].
 
     A response whose scorer failed, or whose prompt was dropped, is not valid: it has

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from trace_jax import fp4
 from trace_jax.fp4 import LayerPrecision, QTensor
+from trace_jax.kernels.expert_matmul import lay_out
 from trace_jax.model.layers import KEPT_FP32, Dtype, expert_weight
 from trace_jax.model.transformer import depth, segments, stacks_of
 
@@ -59,6 +60,40 @@ def decode_weights(params: dict) -> dict:
     """
     is_q = lambda a: isinstance(a, QTensor)
     return jax.tree.map(lambda a: expert_weight(a, None) if is_q(a) else a, params, is_leaf=is_q)
+
+
+def by_layer(params: dict, kernels: bool) -> dict:
+    """Rollout parameters as an unrolled decode program takes them: one stack a layer.
+
+    Args:
+      kernels: expert weights in the layout of the expert kernels; otherwise decoded.
+
+    Derived from `params` alone, as `to_rollout` is; made once a weight sync.
+    """
+    layers = []
+    for stack in params["layers"]:
+        for i in range(jax.tree.leaves(stack)[0].shape[0]):
+            layer = jax.tree.map(lambda a, i=i: a[i : i + 1], stack)
+            layers.append(_with_kernel_weights(layer) if kernels else decode_weights(layer))
+    return {**params, "layers": tuple(layers)}
+
+
+def _with_kernel_weights(layer: dict) -> dict:
+    one = jax.tree.map(lambda a: a[0], {name: layer["moe"][name] for name in EXPERT_WEIGHTS})
+    gate_up = one["gate_up"]
+    half = gate_up.shape[-2] // 2
+    if isinstance(gate_up, QTensor):
+        parts = [
+            gate_up.replace(
+                packed=gate_up.packed[:, rows], block_scale=gate_up.block_scale[:, rows]
+            )
+            for rows in (slice(None, half), slice(half, None))
+        ]
+    else:
+        parts = [gate_up[:, :half], gate_up[:, half:]]
+    laid_out = {"gate_up": lay_out(*parts), "down": lay_out(one["down"])}
+    moe = layer["moe"] | jax.tree.map(lambda a: a[None], laid_out)
+    return {**layer, "moe": moe}
 
 
 def weight_bytes(params: dict) -> int:

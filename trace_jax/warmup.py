@@ -12,7 +12,7 @@ from trace_jax import model
 from trace_jax.config import Config
 from trace_jax.modes import bf16_precision
 from trace_jax.rl.learner import TrainState, apply_gradients, new_state
-from trace_jax.rl.losses import chunked_logprobs
+from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.tasks import Problem, encode_answer, encode_prompt
 from trace_jax.tasks.problems import stable_hash
 

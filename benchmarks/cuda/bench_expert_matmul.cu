@@ -22,9 +22,3 @@ extern "C" float bench_expert_matmul(int variant, const void** weight, int n, co
     return kVariants[variant].launch(a, stream);
   });
 }
-
-extern "C" float bench_copy(void* to, const void* from, size_t bytes, int reps) {
-  return median_us(1, reps, [&](int, cudaStream_t stream) {
-    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
-  });
-}

@@ -46,6 +46,8 @@ class Format:
         used for activations and the KV-cache: multiplying by it is exact, and
         the trainer recovers the rollout's value from the block scales alone
         (see guidance.py). "none": no outer scale.
+      residual: share of a row's values, those with the largest error, whose error is
+        quantized in a second pass (QUADS, arXiv 2607.15810); activations only. 0: none.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Format:
     scale_type: Literal["e4m3", "e8m0"]
     scale_rule: ScaleRule
     outer: OuterRule
+    residual: float = 0.0
 
     def __post_init__(self):
         rules = {"e4m3": ("six", "four_over_six"), "e8m0": ("floor", "ceil", "round_up")}
@@ -122,33 +125,46 @@ def largest(x: jax.Array, axis=-1, keepdims: bool = False) -> jax.Array:
 
 # --- E2M1 codes --------------------------------------------------------------
 
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7
+# Where the nearest code moves from i to i + 1; a tie goes to the even one of the two.
+MIDPOINTS = tuple((a + b) / 2 for a, b in zip(MAGNITUDES[:-1], MAGNITUDES[1:], strict=True))
+
 
 def grid_step(magnitude: jax.Array) -> jax.Array:
     """Distance between the E2M1 magnitudes around `magnitude` (0.5, 1 or 2)."""
     return jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0)).astype(jnp.float32)
 
 
-def nearest_magnitude(magnitude: jax.Array) -> jax.Array:
-    """`magnitude` (FP32, 0..6) rounded to an E2M1 magnitude, ties to even."""
-    step = grid_step(magnitude)
-    return jnp.round(magnitude / step) * step
+def _signed(index: jax.Array, x: jax.Array) -> jax.Array:
+    return index | (jnp.signbit(x).astype(jnp.uint8) << 3)
 
 
-def to_code(magnitude: jax.Array, negative: jax.Array) -> jax.Array:
-    """uint8 code (sign in bit 3) of an exact E2M1 magnitude."""
-    index = jnp.where(
-        magnitude <= 2, 2 * magnitude, jnp.where(magnitude <= 4, magnitude + 2, 7.0)
-    ).astype(jnp.uint8)
-    return index | (negative.astype(jnp.uint8) << 3)
+def encode_e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    """Codes (uint8, 0..15) of FP32 `x` / `scale`, nearest, ties to even, clipped at 6.
 
-
-def encode_e2m1(z: jax.Array) -> jax.Array:
-    """Codes (uint8, 0..15) of FP32 `z`, nearest, ties to even, clipped at 6.
-
+    Compares |x| with scale x midpoint, which is exact, and divides nothing: XLA:GPU
+    divides to within 2 ulp, and the codes at ties would differ from the CPU's.
     NaN has no code; it must be carried by the block scale.
     """
-    magnitude = jnp.minimum(jnp.abs(z), E2M1_MAX)
-    return to_code(nearest_magnitude(magnitude), jnp.signbit(z))
+    size = jnp.abs(x)
+    index = jnp.zeros(x.shape, jnp.uint8)
+    for i, midpoint in enumerate(MIDPOINTS):
+        edge = midpoint * scale
+        index += (size > edge if i % 2 == 0 else size >= edge).astype(jnp.uint8)
+    return _signed(index, x)
+
+
+def bracket_e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """The two codes around FP32 `x` / `scale`, the smaller magnitude first.
+
+    Equal where x is a codeword or beyond the last one. Exact, as `encode_e2m1` is.
+    """
+    size = jnp.abs(x)
+    low, high = jnp.zeros(x.shape, jnp.uint8), jnp.zeros(x.shape, jnp.uint8)
+    for i, magnitude in enumerate(MAGNITUDES[:-1]):
+        high += (size > magnitude * scale).astype(jnp.uint8)
+        low += (size >= MAGNITUDES[i + 1] * scale).astype(jnp.uint8)
+    return _signed(low, x), _signed(high, x)
 
 
 def decode_e2m1(codes: jax.Array, dtype=jnp.float32) -> jax.Array:
@@ -223,6 +239,21 @@ def _encode_e4m3(raw: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(raw), 0x7F, byte).astype(jnp.uint8)
 
 
+def _encode_e4m3_ratio(x: jax.Array, divisor: float) -> jax.Array:
+    """E4M3 byte of x / divisor, rounded as the exact quotient is.
+
+    The division may be 2 ulp off (XLA:GPU), so a byte is taken and then compared with
+    its neighbours through products, which are exact: a midpoint has 5 bits.
+    """
+    byte = _encode_e4m3(x / divisor)
+    value, above, below = (_decode_e4m3(byte + jnp.uint8(d)) for d in (0, 1, 255))
+    odd, over, under = byte & 1, divisor * (value + above) / 2, divisor * (value + below) / 2
+    up = (x > over) | ((x == over) & (odd == 1))
+    down = (x < under) | ((x == under) & (odd == 1))
+    moved = byte + (up & (byte < 0x7E)).astype(jnp.uint8) - (down & (byte > 1)).astype(jnp.uint8)
+    return jnp.where(byte == 0x7F, byte, moved)
+
+
 def _encode_e8m0(amax: jax.Array, rule: ScaleRule) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(amax, jnp.uint32)
     if rule == "round_up":
@@ -247,8 +278,12 @@ def outer_scale(amax: jax.Array, fmt: Format) -> jax.Array:
     outer = jnp.maximum(divide(amax, E2M1_MAX * fmt.top_scale), OUTER_FLOOR)
     if fmt.outer == "pow2":
         bits = jax.lax.bitcast_convert_type(outer, jnp.uint32)
-        up = (bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000)
-        outer = jax.lax.bitcast_convert_type(up, jnp.float32)
+        # The division may be an ulp off: half of the power is checked against amax itself.
+        up = jax.lax.bitcast_convert_type(
+            (bits + jnp.uint32(0x7FFFFF)) & jnp.uint32(0xFF800000), jnp.float32
+        )
+        half = jnp.maximum(0.5 * up, OUTER_FLOOR)
+        outer = jnp.where(half * (E2M1_MAX * fmt.top_scale) >= amax, half, up)
     return jnp.where(jnp.isfinite(amax), outer, jnp.nan)
 
 
@@ -260,7 +295,7 @@ def block_scales(u: jax.Array, fmt: Format) -> jax.Array:
     amax = largest(u)
     if fmt.scale_type == "e8m0":
         return _encode_e8m0(amax, fmt.scale_rule)
-    to_six = _encode_e4m3(divide(amax, E2M1_MAX))
+    to_six = _encode_e4m3_ratio(amax, E2M1_MAX)
     if fmt.scale_rule == "six":
         return to_six
     to_four = _encode_e4m3(amax / 4.0)
@@ -276,7 +311,7 @@ def _squared_error(u: jax.Array, scale_bytes: jax.Array, unit: jax.Array, fmt: F
     near ties fall alike in every program. 16 * 8192**2 fits.
     """
     scale = decode_scale(scale_bytes, fmt)[..., None]
-    error = jnp.abs(decode_e2m1(encode_e2m1(divide(u, scale))) * scale - u)
+    error = jnp.abs(decode_e2m1(encode_e2m1(u, scale)) * scale - u)
     ticks = jnp.round(jnp.minimum(divide(error, unit), 2.0) * 4096).astype(jnp.int32)
     return jnp.sum(ticks * ticks, axis=-1)
 

@@ -290,9 +290,26 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     value, codes = fp4_round(spec, u, scale, hint, guard, obey)
     width = x.shape[-1]
     value = (formats.from_blocks(value, width) * outer).astype(jnp.bfloat16)
+    if fmt.residual:
+        value = _with_residual(x, value, fmt)
     return Quantized(
         straight_through(source, value), formats.from_blocks(codes, width), scale_bytes, outer
     )
+
+
+def _with_residual(x: jax.Array, value: jax.Array, fmt: Format) -> jax.Array:
+    """BF16 `value` [..., width] of x plus the FP4 values of its largest errors.
+
+    Which values those are is chosen a row, so that a token does not depend on its batch.
+    Hardware would add two products; their operands' sum is rounded to BF16 here.
+    """
+    error = x - value.astype(jnp.float32)
+    count = round(fmt.residual * x.shape[-1])
+    least = jax.lax.top_k(jnp.abs(error), count)[0][..., -1:]
+    # Equal errors at the edge all get their pass: which of them would be arbitrary.
+    error = jnp.where(jnp.abs(error) >= least, error, 0.0)
+    second = quantize_site(error, fmt.replace(residual=0.0)).value
+    return (value.astype(jnp.float32) + second.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _received(guide: Guide, own, u, outer, amax, fmt: Format) -> tuple[jax.Array, jax.Array]:

@@ -93,7 +93,7 @@ def quantize(
     moved = jnp.moveaxis(x, axis, -1)
     u, scale_bytes, outer = _scaled(moved, format, outer_axes)
     scale = formats.decode_scale(scale_bytes, format)[..., None]
-    codes = formats.encode_e2m1(formats.divide(u, scale))
+    codes = formats.encode_e2m1(u, scale)
     return QTensor(
         packed=formats.pack(codes.reshape(*codes.shape[:-2], -1)),
         block_scale=scale_bytes,

@@ -38,50 +38,48 @@ class Rounding:
 NEAREST = Rounding()
 
 
-def _guided(z, hint, guard, mode: Mode):
+def _guided(x, scale, hint, guard, mode: Mode):
     """Signed codes of the bracket's end that the hint asks for."""
-    magnitude, negative = jnp.minimum(jnp.abs(z), formats.E2M1_MAX), jnp.signbit(z)
-    step = formats.grid_step(magnitude)
-    low = jnp.floor(magnitude / step) * step
-    high = jnp.where(magnitude == low, low, low + step)  # a codeword is its own bracket
+    low, high = formats.bracket_e2m1(x, scale)
     if mode == "one_bit":
-        low_bit = formats.mantissa_bits(formats.to_code(low, negative))
-        take_low = low_bit == hint
+        take_low = formats.mantissa_bits(low) == hint
     else:
         wanted = formats.decode_e2m1(hint)
-        wanted = jnp.where(negative, -wanted, wanted)
-        take_low = jnp.abs(low - wanted) <= jnp.abs(high - wanted)
+        below, above = formats.decode_e2m1(low), formats.decode_e2m1(high)
+        take_low = jnp.abs(below - wanted) <= jnp.abs(above - wanted)
     chosen = jnp.where(take_low, low, high)
     if guard is not None:
-        near = jnp.abs(magnitude - (low + 0.5 * step)) <= guard * step
-        chosen = jnp.where(near, chosen, formats.nearest_magnitude(magnitude))
-    return formats.to_code(chosen, negative)
+        magnitude = jnp.minimum(jnp.abs(formats.divide(x, scale)), formats.E2M1_MAX)
+        step = formats.grid_step(magnitude)
+        middle = jnp.abs(formats.decode_e2m1(low)) + 0.5 * step
+        near = jnp.abs(magnitude - middle) <= guard * step
+        chosen = jnp.where(near, chosen, formats.encode_e2m1(x, scale))
+    return chosen
 
 
-def round_codes(spec: Rounding, z, hint=None, guard=None, obey=None) -> jax.Array:
-    """uint8 codes of FP32 `z` = x / scale under `spec`.
+def round_codes(spec: Rounding, x, scale, hint=None, guard=None, obey=None) -> jax.Array:
+    """uint8 codes of FP32 `x` / `scale` under `spec`.
 
     Args:
-      hint: what the mode consumes, of z's shape; None for "nearest".
+      hint: what the mode consumes, of x's shape; None for "nearest".
       guard: None, or the width (in steps, 0..0.5, broadcastable) around the
         rounding midpoint inside which a bit is obeyed; outside, nearest.
       obey: None, or booleans (broadcastable); where False, nearest.
     """
     if spec.mode == "nearest":
-        return formats.encode_e2m1(z)
+        return formats.encode_e2m1(x, scale)
     if spec.mode == "stochastic":
-        magnitude = jnp.minimum(jnp.abs(z), formats.E2M1_MAX)
-        step = formats.grid_step(magnitude)
-        low = jnp.floor(magnitude / step) * step
-        up = hint < (magnitude - low) / step
-        codes = formats.to_code(jnp.where(up, low + step, low), jnp.signbit(z))
+        low, high = formats.bracket_e2m1(x, scale)
+        magnitude = jnp.minimum(jnp.abs(formats.divide(x, scale)), formats.E2M1_MAX)
+        up = hint < (magnitude - jnp.abs(formats.decode_e2m1(low))) / formats.grid_step(magnitude)
+        codes = jnp.where(up, high, low)
     elif spec.mode == "replay":
-        codes = jnp.broadcast_to(hint, z.shape)
+        codes = jnp.broadcast_to(hint, x.shape)
     elif spec.mode in ("one_bit", "four_bit"):
-        codes = _guided(z, hint, guard, spec.mode)
+        codes = _guided(x, scale, hint, guard, spec.mode)
     else:
         raise ValueError(f"unknown rounding mode {spec.mode!r}")
-    return codes if obey is None else jnp.where(obey, codes, formats.encode_e2m1(z))
+    return codes if obey is None else jnp.where(obey, codes, formats.encode_e2m1(x, scale))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -100,7 +98,7 @@ def fp4_round(spec: Rounding, x, scale, hint=None, guard=None, obey=None):
       respect to x is that of the values, unchanged (or zero where clipped, if
       asked); scale and hints get none.
     """
-    codes = round_codes(spec, formats.divide(x, scale), hint, guard, obey)
+    codes = round_codes(spec, x, scale, hint, guard, obey)
     return jnp.where(jnp.isfinite(x), formats.decode_e2m1(codes) * scale, jnp.nan), codes
 
 

@@ -18,15 +18,19 @@ from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu
 from trace_jax.kernels.kv_pages import KVPages, read_pages
 
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
-# (NVFP4?, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
+# (kind, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
 HOPPER_VARIANTS = {
-    (True, 128): ((2, 12), (0, 16), (1, 12), (3, 8), (10, 14)),
-    (False, 128): ((4, 4), (5, 6)),
-    (True, 64): ((6, 16),),
-    (True, 256): ((7, 8),),
-    (False, 64): ((8, 8),),
-    (False, 256): ((9, 2),),
+    ("nvfp4", 128): ((0, 12), (1, 14), (2, 8)),
+    ("nvfp4", 64): ((4, 16),),
+    ("nvfp4", 256): ((5, 6),),
+    ("fp8", 128): ((8, 8),),
+    ("fp8", 64): ((9, 12),),
+    ("fp8", 256): ((10, 4),),
+    ("bf16", 128): ((3, 4),),
+    ("bf16", 64): ((6, 8),),
+    ("bf16", 256): ((7, 2),),
 }
+HOPPER_BATCH = 4096
 
 
 def _reference(q, pages, table, lengths, scale, window, sink):
@@ -58,12 +62,13 @@ def _reference(q, pages, table, lengths, scale, window, sink):
 def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
     batch, heads, d = q.shape
     kv_heads = pages.kv_heads
-    index, warps = variant or HOPPER_VARIANTS[pages.quantized, d][0]
+    index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
     slots = BLOCKS * warps + batch * kv_heads * -(-heads // kv_heads // 8)
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((slots, 8, d), jnp.float32),
         jax.ShapeDtypeStruct((slots, 8, 2), jnp.float32),
+        jax.ShapeDtypeStruct((batch + 1,), jnp.int32),
     )
     return jax.ffi.ffi_call(cuda_build.register("paged_attention"), out)(
         pages.data, table, lengths, q,
@@ -106,8 +111,8 @@ def _hopper_refusal(q, pages) -> str | None:
         return f"it takes pages in the layout 'hopper', not {pages.layout!r}"
     if q.dtype != jnp.bfloat16:
         return f"it takes BF16 queries, not {q.dtype}"
-    if q.shape[0] > 1024:
-        return f"it takes up to 1024 sequences, not {q.shape[0]}"
+    if q.shape[0] > HOPPER_BATCH:
+        return f"it takes up to {HOPPER_BATCH} sequences, not {q.shape[0]}"
     return cuda_build.hopper_refusal()
 
 

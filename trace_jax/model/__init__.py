@@ -1,5 +1,6 @@
 """The model: a functional Flax MoE transformer with explicit numerics."""
 
+from trace_jax.model import paged
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.moe import NOT_RECORDED
 from trace_jax.model.transformer import (

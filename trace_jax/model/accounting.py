@@ -55,4 +55,3 @@ def summary(config: ModelConfig, plan: GuidancePlan) -> dict[str, int]:
         "state_bytes": state_bytes(config),
         "guidance_bytes_per_token": round(guidance_bytes_per_token(config, plan, NVFP4)),
     }
-

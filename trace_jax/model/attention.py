@@ -149,22 +149,29 @@ def remember(k, v, positions, sites: Sites, cache=None, window=None) -> Remember
 
 
 class Attention(nn.Module):
-    """Attention of one layer: new keys and values are remembered at `positions`."""
+    """Attention of one layer: new keys and values are remembered at `positions`.
+
+    With `pages` (paged.Pages) the cache is a pool of pages.
+    """
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, sites: Sites, cache=None, window=None):
+    def __call__(self, x, positions, sites: Sites, cache=None, window=None, pages=None):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
         q, k, v, gate = self._project(x, linear)
         q = rotary(q, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
         k = rotary(k, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
-        k, v, mask, cache = remember(k, v, positions, sites, cache, window)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
-        out = attend(q, k, v, mask, sinks)
+        if pages is not None:
+            new = {"k": (k, store("k", k, sites)[1]), "v": (v, store("v", v, sites)[1])}
+            out, cache = pages.step(q, new, cache, positions, sites.spec.precision, window, sinks)
+        else:
+            k, v, mask, cache = remember(k, v, positions, sites, cache, window)
+            out = attend(q, k, v, mask, sinks)
         if gate is not None:
             gate = jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
             out = rounded(out.astype(jnp.float32) * gate, x.dtype)

@@ -1,64 +1,50 @@
-"""Checkpoints of the Hub in and out.
+"""Checkpoints of the Hub in: folders of safetensors, and GGUF files.
 
 Import streams tensor by tensor into the stacked parameters; every name and shape is
-checked before a byte is read. FP4 expert weights become QTensors, never BF16. Export
-writes what rollout uses: BF16 values as they are, expert weights through the one codec.
+checked before a byte is read. FP4 expert weights become QTensors, never BF16.
 """
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from trace_jax import fp4
 from trace_jax.fp4 import QTensor
-from trace_jax.model import safetensors_dir
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.families import FAMILIES, family_of
-from trace_jax.model.fp4_layouts import (
-    INPUT_SCALE,
-    LAYOUTS,
-    Fp4Layout,
-    is_fp4,
-    layout_name,
-    layout_of,
-    modules_kept,
-)
-from trace_jax.model.hub_config import config_from_hub, config_to_hub
+from trace_jax.model.fp4_layouts import Fp4Layout, layout_name, layout_of
+from trace_jax.model.gguf_io import GgufFile, packaged_gguf
+from trace_jax.model.hub_config import config_from_hub
 from trace_jax.model.layers import KEPT_FP32
 from trace_jax.model.safetensors_dir import SafetensorsDir, listed
 from trace_jax.model.tensors import Tensor, leaf_at, param_shapes, tensors
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-ALWAYS_FP32 = ("router_correction",)  # in files, too, whatever their values
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
+
+def checkpoint_path(name: str | Path) -> Path:
+    """A folder or GGUF file; pip:PACKAGE is the GGUF file inside an installed package."""
+    text = str(name)
+    return packaged_gguf(text.removeprefix("pip:")) if text.startswith("pip:") else Path(name)
 
 
-# --- import ----------------------------------------------------------------------------
+def checkpoint_config(name: str | Path, dtype: str = "bfloat16") -> ModelConfig:
+    """The model of a checkpoint; reads no tensor. Raises as `load_checkpoint` does."""
+    path = checkpoint_path(name)
+    hub = GgufFile(path).config if path.suffix == ".gguf" else read_hub_config(path)
+    return config_from_hub(hub, dtype)
 
 
 def load_checkpoint(
-    path: str | Path, dtype: str = "bfloat16", *, mesh=None
+    name: str | Path, dtype: str = "bfloat16", *, mesh=None
 ) -> tuple[ModelConfig, dict]:
     """Reads a checkpoint folder (config.json and safetensors), or a GGUF file.
 
     Args:
-      path: the folder or file.
+      name: the folder or file; see `checkpoint_path`.
       dtype: "bfloat16" or "float32": of the parameters and of the model's activations.
         Norms, router, sinks and their like stay FP32.
       mesh: parameters go to their final sharding as they are read; None is one device.
@@ -71,20 +57,20 @@ def load_checkpoint(
       ValueError: an unsupported family, field or quantization; missing, unexpected or
         misshaped tensors; each time the names are listed.
     """
-    path = Path(path)
+    path = checkpoint_path(name)
     if path.suffix == ".gguf":
-        from trace_jax.model.gguf_io import GgufFile  # the gguf library is only needed here
-
         source = GgufFile(path)
         hub = source.config
     else:
         hub = read_hub_config(path)
         source = SafetensorsDir(path)
     config = config_from_hub(hub, dtype)
-    name = layout_name(hub.get("quantization_config"))
-    layout = None if name is None else layout_of(config, name)
-    wanted = tensors(config) if layout is None else _expanded(tensors(config), layout)
-    _check(source.shapes(), wanted, config, name)
+    format = layout_name(hub.get("quantization_config"))
+    layout = None if format is None else layout_of(config, format)
+    wanted = tensors(config)
+    if layout is not None:
+        wanted = [part for tensor in wanted for part in layout.expand(tensor)]
+    _check(source.shapes(), wanted, config)
     return config, _fill(config, layout, wanted, source, mesh)
 
 
@@ -101,16 +87,9 @@ def read_hub_config(path: str | Path) -> dict[str, Any]:
     return hub
 
 
-def _expanded(plain: list[Tensor], layout: Fp4Layout) -> list[Tensor]:
-    out = []
-    for tensor in plain:
-        out += layout.expand(tensor) if is_fp4(tensor) else [tensor]
-    return out
-
-
-def _check(found: Mapping[str, tuple], wanted: list[Tensor], config: ModelConfig, name) -> None:
+def _check(found: Mapping[str, tuple], wanted: list[Tensor], config: ModelConfig) -> None:
     shapes = {t.name: t.shape for t in wanted}
-    optional = {n for n in found if n.endswith(("rotary_emb.inv_freq", ".input_scale"))}
+    optional = {n for n in found if n.endswith(("rotary_emb.inv_freq", "input_scale"))}
     if left_out := FAMILIES[family_of(config)].left_out:
         start = left_out.format(num_layers=config.num_layers)
         optional |= {n for n in found if n.startswith(start)}
@@ -219,128 +198,3 @@ def _set(tree: dict, path: tuple[str, ...], value) -> None:
         leaf_at(tree, path[:-2])[path[-2]] = holder.replace(**{path[-1]: value})
     else:
         holder[path[-1]] = value
-
-
-# --- export ----------------------------------------------------------------------------
-
-
-def save_checkpoint(
-    path: str | Path,
-    config: ModelConfig,
-    params: dict,
-    format: str = "bf16",
-    *,
-    files: Mapping[str, str] | None = None,
-    facts: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = 4 << 30,
-) -> Path:
-    """Writes a checkpoint folder in the Hub's layout, whole or not at all.
-
-    Args:
-      path: the new folder; it must not exist.
-      format: "bf16", "nvfp4" (compressed-tensors, weights only), "nvfp4-modelopt" or
-        "mxfp4" (GPT-OSS). FP4 formats quantize the expert weights, as rollouts do.
-      files: {name: text} of companions that go along: see `companions`.
-      facts: of the run, for the model card.
-      max_shard_bytes: of one safetensors file.
-
-    Raises:
-      ValueError: the folder exists, the format does not fit the family, or a weight is
-        quantized in another format already.
-    """
-    path = Path(path)
-    if path.exists():
-        raise ValueError(f"{path} exists: write another folder")
-    layout = None if format == "bf16" else layout_of(config, format)
-    hub, plain = config_to_hub(config), tensors(config)
-    scratch = path.with_name(f".{path.name}.saving")
-    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed export
-    scratch.mkdir(parents=True)
-    try:
-        safetensors_dir.write(scratch, _exported(params, plain, layout), max_shard_bytes)
-        if layout is not None:
-            hub["quantization_config"] = layout.quantization(config, modules_kept(plain))
-        _write_companions(scratch, hub, format, files or {}, facts or {})
-        scratch.rename(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return path
-
-
-def _exported(params, plain: list[Tensor], layout) -> Iterator[tuple[str, np.ndarray]]:
-    quantized: dict[tuple, QTensor] = {}  # of one layer at a time
-    for tensor in plain:
-        leaf = leaf_at(params, tensor.path)
-        if layout is None or not is_fp4(tensor):
-            yield tensor.name, _bf16_value(leaf, tensor)
-            continue
-        key = (tensor.path, tensor.index[0])
-        if key not in quantized:
-            quantized = {k: v for k, v in quantized.items() if k[1] == key[1]}
-            quantized[key] = _layer_qtensor(leaf, tensor.index[0], layout.format)
-        for part in layout.expand(tensor):
-            value = np.asarray(getattr(quantized[key], part.path[-1])[part.index[1:]])
-            yield part.name, part.layout.to_hub(value)
-        if layout is LAYOUTS["nvfp4-modelopt"]:
-            yield f"{tensor.name.removesuffix('weight')}input_scale", np.array(INPUT_SCALE)
-
-
-def _layer_qtensor(leaf, layer: int, fmt) -> QTensor:
-    """The expert weights [E, N, K] of a layer exactly as `sync.to_rollout` quantizes them."""
-    if isinstance(leaf, QTensor):
-        if leaf.format != fmt:
-            raise ValueError(
-                f"the expert weights are {leaf.format.name} already; export them in that format"
-            )
-        return jax.tree.map(lambda a: a[layer], leaf)
-    weight = jnp.asarray(leaf[layer]).astype(jnp.bfloat16)
-    return jax.jit(partial(fp4.quantize, format=fmt, outer_axes=(1, 2)))(weight)
-
-
-def _bf16_value(leaf, tensor: Tensor) -> np.ndarray:
-    """The file's values: BF16; FP32 where rollouts use FP32 and BF16 would change them, or
-    where files of this kind always have FP32."""
-    if isinstance(leaf, QTensor):
-        layer, rest = tensor.index[0], tensor.index[1:]
-        one = jax.tree.map(lambda a: a[layer], leaf)
-        value = np.asarray(fp4.dequantize(one, jnp.bfloat16))[rest]
-    else:
-        value = np.asarray(leaf[tensor.index] if tensor.index else leaf)
-    if tensor.path[-1] in ALWAYS_FP32:
-        return tensor.layout.to_hub(np.asarray(value, np.float32))
-    narrow = np.asarray(value).astype(BF16)
-    kept = param_dtype(tensor.path, "bfloat16") == np.float32
-    exact = not kept or np.array_equal(narrow.astype(np.float32), value)
-    return tensor.layout.to_hub(narrow if exact else value.astype(np.float32))
-
-
-def companions(folder: str | Path) -> dict[str, str]:
-    """Texts of a checkpoint's tokenizer and generation files."""
-    found = [Path(folder) / name for name in COMPANIONS]
-    return {f.name: f.read_text(encoding="utf-8") for f in found if f.is_file()}
-
-
-def _write_companions(folder: Path, hub: dict, format: str, files, facts) -> None:
-    write = lambda name, value: (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    given = json.loads(files.get("generation_config.json", "{}"))
-    hub |= {k: given[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in given}
-    write("config.json", hub)
-    if "quantization_config" in hub and format == "nvfp4-modelopt":
-        quantization = {
-            "quant_algo": "NVFP4",
-            "kv_cache_quant_algo": None,
-            "group_size": 16,
-            "exclude_modules": hub["quantization_config"]["ignore"],
-        }
-        write(
-            "hf_quant_config.json",
-            {"producer": {"name": "modelopt"}, "quantization": quantization},
-        )
-    rows = "".join(f"| {key} | {value} |\n" for key, value in facts.items())
-    table = f"\n| | |\n|---|---|\n{rows}" if rows else ""
-    (folder / "README.md").write_text(
-        f"# {hub['model_type']} checkpoint, {format}\n\nExported by trace_jax. Expert weights "
-        f"have the codes and block scales that its rollouts used.\n{table}"
-    )

@@ -50,12 +50,15 @@ class GgufFile:
     """Tensors and metadata of a GGUF file, under the Hub's names.
 
     Raises:
-      ValueError: another architecture than llama, or a tensor with no known name.
+      ValueError: no such file, another architecture than llama, or a tensor with no known
+        name.
     """
 
     def __init__(self, path: str | Path):
-        import gguf
+        import gguf  # only where such a file is read
 
+        if not Path(path).is_file():
+            raise ValueError(f"{path} is no file; write the path of a GGUF file")
         self._dequantize = gguf.quants.dequantize
         reader = gguf.GGUFReader(path)
         self._fields = reader.fields

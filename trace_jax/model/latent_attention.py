@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, sites: Sites, cache=None, window=None):
+    def __call__(self, x, positions, sites: Sites, cache=None):
         cfg, latent = self.config, self.config.latent
         turn = partial(rotary, positions=positions, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
         up_k, up_v = self._up(x.dtype)
@@ -50,7 +50,7 @@ class LatentAttention(nn.Module):
         down = Linear(latent.kv_rank + latent.rope_dim, dtype=x.dtype, name="kv_down")(x)
         down, k_rope = jnp.split(down[:, :, None], [latent.kv_rank], axis=-1)
         c = RMSNorm(EPS, name="latent_norm")(down)
-        k_rope, c, mask, cache = remember(turn(k_rope), c, positions, sites, cache, window)
+        k_rope, c, mask, cache = remember(turn(k_rope), c, positions, sites, cache)
         q = jnp.concatenate([q_nope, turn(q_rope)], axis=-1)
         k = jnp.concatenate([c, k_rope], axis=-1)
         scale = cfg.head_dim**-0.5 * cfg.yarn.score_scale

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from trace_jax import fp4
+from trace_jax.kernels import expert_matmul
+from trace_jax.kernels.expert_matmul import ExpertWeights
 from trace_jax.kernels.grouped_matmul import (
     Groups,
     group_tokens,
@@ -152,6 +154,8 @@ class MoE(nn.Module):
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
         dtype = x.dtype
         x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(dtype)
+        if isinstance(gate_up, ExpertWeights):
+            return self._expert_kernels(x, ids, gates, gate_up, down, sites)
         groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
         rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
         gate_up_bias, down_bias = self._biases(experts)
@@ -162,6 +166,23 @@ class MoE(nn.Module):
         y = _add_bias(_product(mid, down, groups), down_bias, groups)
         y = jnp.sum(rows_to_slots(y, groups) * gates[..., None], axis=1)
         return rounded(y.reshape(x.shape), dtype)
+
+    def _expert_kernels(self, x, ids, gates, gate_up, down, sites: Sites):
+        """The same by the rollout's kernels, which want rows in the order of their experts."""
+        cfg = self.config
+        routing = expert_matmul.route(ids.reshape(-1, cfg.slots), gate_up.data.shape[0])
+        tokens = x.reshape(-1, cfg.hidden)
+        activation = "clamped_swiglu" if cfg.swiglu_limit else "silu"
+        mid = expert_matmul.expert_matmul(tokens, gate_up, routing, activation=activation)
+        mid = sites.perturb("expert_mid", mid)
+        if sites.spec.precision.expert_mid is not None:
+            out = fp4.quantize_site(mid, sites.spec.precision.expert_mid)
+            by_slot = lambda a: jnp.zeros_like(a).at[routing.slot].set(a)
+            left = (by_slot(a) for a in (out.codes, out.scale_bytes, out.outer))
+            sites.leave("expert_mid", *(a.reshape(*ids.shape, -1) for a in left))
+            mid = out.value
+        y = expert_matmul.expert_matmul(mid, down, routing).reshape(*gates.shape, -1)
+        return rounded(jnp.sum(y * gates[..., None], axis=1).reshape(x.shape), x.dtype)
 
     def _biases(self, experts: int):
         """FP32 [experts, 2 x expert_dim] and [experts, hidden], or None."""
@@ -195,12 +216,14 @@ class MoE(nn.Module):
         sites.leave("expert_mid", *(a.reshape(*shape, -1) for a in by_slot))
         return out.value
 
-    def _weight(self, name, shape, sites: Sites) -> ExpertWeight:
+    def _weight(self, name, shape, sites: Sites) -> ExpertWeight | ExpertWeights:
         """The weight `name`, in whatever form the parameters hold it."""
         if self.is_initializing():
             init = nn.initializers.normal(stddev=shape[-1] ** -0.5)
             self.param(name, init, shape, jnp.float32)
         weight = self.get_variable("params", name)
+        if isinstance(weight, ExpertWeights):
+            return weight
         fmt = sites.spec.precision.expert_weight
         return expert_weight(weight, fmt, jnp.dtype(self.config.dtype))
 

@@ -122,5 +122,3 @@ def listed(names: list[str], most: int = 8) -> str:
     """The names in one line, a long list cut."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-

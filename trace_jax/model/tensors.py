@@ -36,9 +36,7 @@ def _swap(a):
 PLAIN = Layout(lambda a: a, lambda a: a)
 TRANSPOSED = Layout(_swap, _swap)
 INTERLEAVED = Layout(_deinterleave, _interleave)
-INTERLEAVED_TRANSPOSED = Layout(
-    lambda a: _deinterleave(_swap(a)), lambda a: _swap(_interleave(a))
-)
+INTERLEAVED_TRANSPOSED = Layout(lambda a: _deinterleave(_swap(a)), lambda a: _swap(_interleave(a)))
 CONVOLUTION = Layout(lambda a: a[:, 0], lambda a: a[:, None])
 
 

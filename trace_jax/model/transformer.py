@@ -5,6 +5,7 @@ segment with one scan, so what a layer is made of, precision and guidance may di
 layer to layer without a branch inside the loop.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from trace_jax.model.latent_attention import LatentAttention
 from trace_jax.model.layers import Dtype, Mlp, RMSNorm, normal_init, precision_of, rounded
 from trace_jax.model.linear_attention import LinearAttention, empty_state
 from trace_jax.model.moe import NOT_RECORDED, MoE
+from trace_jax.model.paged import Pages
 from trace_jax.model.sites import Codes, LayerSpec, SiteInputs, SiteOutputs, Sites
 
 T = TypeVar("T")
@@ -140,11 +142,13 @@ class DecoderLayer(nn.Module):
     kind: LayerKind = LayerKind()
 
     @nn.compact
-    def __call__(self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None):
+    def __call__(
+        self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None, pages=None
+    ):
         cfg = self.config
         norm = partial(RMSNorm, cfg.norm_eps, cfg.zero_centred_norms)
         y, cache = self._attend(
-            norm(name="attention_norm")(x), positions, valid, sites, cache, window
+            norm(name="attention_norm")(x), positions, valid, sites, cache, window, pages
         )
         x = _add(x, y)
         h = norm(name="moe_norm")(x)
@@ -155,12 +159,15 @@ class DecoderLayer(nn.Module):
             y, ids, balance = MoE(cfg, name="moe")(h, valid, sites, routes)
         return _add(x, y), cache, ids, balance
 
-    def _attend(self, h, positions, valid, sites, cache, window):
+    def _attend(self, h, positions, valid, sites, cache, window, pages):
         if self.kind.linear:
             layer = LinearAttention(self.config, name="linear_attention")
             return layer(h, positions, valid, cache)
-        chosen = LatentAttention if self.config.latent.kv_rank else Attention
-        return chosen(self.config, name="attention")(h, positions, sites, cache, window)
+        if self.config.latent.kv_rank:
+            layer = LatentAttention(self.config, name="attention")
+            return layer(h, positions, sites, cache)
+        layer = Attention(self.config, name="attention")
+        return layer(h, positions, sites, cache, window, pages)
 
 
 def _add(x, y):
@@ -182,20 +189,32 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
     def one(kind, key):
         return DecoderLayer(config, kind).init(key, x, at, at == 0, sites)["params"]
 
-    runs = layer_runs(config, (fp4.LayerPrecision(),) * config.num_layers)
-    stacks = tuple(
-        jax.vmap(partial(one, spec.kind))(layer_keys[start:stop]) for start, stop, spec in runs
-    )
+    stacks = _by_kind(config, lambda kind, layers: jax.vmap(partial(one, kind))(layer_keys[layers]))
     table = (config.vocab_size, config.hidden)
     first = jnp.zeros if config.zero_centred_norms else jnp.ones
     params = {
         "embed": nn.initializers.normal(0.02)(embed_key, table, jnp.float32),
-        "layers": stacks if len(stacks) > 1 else stacks[0],
+        "layers": stacks[0] if len(stacks) == 1 else stacks,
         "final_norm": {"weight": first(config.hidden, jnp.float32)},
     }
     if not config.tie_embeddings:
         params["unembed"] = normal_init(config.hidden)(unembed_key, table, jnp.float32)
     return params
+
+
+def _by_kind(config: ModelConfig, make) -> tuple[dict, ...]:
+    """A stack for each run of layers of one kind; `make(kind, layers)` makes all of a kind."""
+    runs, taken = segments(config.layer_kinds), Counter()
+    of_kind = {
+        kind: [i for i, k in enumerate(config.layer_kinds) if k == kind] for *_, kind in runs
+    }
+    made = {kind: make(kind, jnp.array(layers)) for kind, layers in of_kind.items()}
+    stacks = []
+    for start, stop, kind in runs:
+        first = taken[kind]
+        taken[kind] += stop - start
+        stacks.append(jax.tree.map(lambda a, i=first, j=taken[kind]: a[i:j], made[kind]))
+    return tuple(stacks)
 
 
 def empty_cache(config, precision, batch: int, length: int) -> tuple:
@@ -231,6 +250,7 @@ def apply(
     positions: jax.Array | None = None,
     valid: jax.Array | None = None,
     cache: tuple | None = None,
+    pages: Pages | None = None,
     guidance: Guidance | None = None,
     guard: jax.Array | None = None,
     routes: jax.Array | None = None,
@@ -248,6 +268,8 @@ def apply(
       cache: from `empty_cache`, or None (training). Its entries must be those of
         `numerics`' precision. Linear attention goes on from its state, wherever
         `positions` are, unless they begin at 0; `valid` tokens must come first.
+      pages: the cache is one pool of pages a layer (paged.empty_pool), and this says
+        where tokens stand in it.
       guidance: needed if `numerics` guides. Obeyed where `recorded`.
       guard: FP32 [B, S], steps around the midpoint inside which bits are obeyed.
       routes: int32 [layers, B, S, top_k] to replay, NOT_RECORDED where free.
@@ -276,36 +298,59 @@ def apply(
         sites = Sites(spec, numerics.plan, site_inputs)
         layer = DecoderLayer(config, spec.kind)
         x, layer_cache, ids, layer_balance = layer.apply(
-            {"params": layer_params}, x, positions, valid, sites, layer_cache, layer_routes, window
+            {"params": layer_params},
+            x,
+            positions,
+            valid,
+            sites,
+            layer_cache,
+            layer_routes,
+            window,
+            pages,
         )
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
 
+    by_layer = pages is not None  # decode wants its layers unrolled; training, scanned
     runs = layer_runs(config, tuple(spec.precision for spec in numerics.layers))
+    runs = [(i, i + 1, None) for i in range(config.num_layers)] if by_layer else runs
     caches = None if cache is None else [[] for _ in runs]
     slots = _guidance_slots(numerics)
     noise_keys = None if noise_key is None else jax.random.split(noise_key, config.num_layers)
-    for start, stop, spec in segments(numerics.layers):
+    for start, stop, spec in _by_layer(numerics.layers) if by_layer else segments(numerics.layers):
         run, cut = _cut(runs, start, stop)
         inputs = (
             _layer_params(params["layers"], start, stop),
-            None if cache is None else jax.tree.map(cut, cache[run]),
+            None if cache is None or by_layer else jax.tree.map(cut, cache[run]),
             None if routes is None else routes[start:stop],
             _stored(guidance, slots, start, stop, spec),
             None if noise_keys is None else noise_keys[start:stop],
-            None if windows is None else windows[start:stop],
+            None if windows is None or by_layer else windows[start:stop],
         )
-        body = lambda carry, inputs, spec=spec: step(spec, carry, inputs)
-        body = jax.checkpoint(body, prevent_cse=False) if remat else body
-        (x, balance), (new_cache, ids, outputs) = jax.lax.scan(body, (x, balance), inputs)
-        if caches is not None:
-            caches[run].append(new_cache)
+        if by_layer:
+            here = [jax.tree.map(lambda a: a[0], part) for part in inputs]
+            here[1], here[5] = cache[start], config.windows[start] if config.windows else None
+            (x, balance), (new_cache, *outs) = step(spec, (x, balance), here)
+            caches[run] = new_cache
+            ids, outputs = jax.tree.map(lambda a: a[None], outs)
+        else:
+            body = lambda carry, inputs, spec=spec: step(spec, carry, inputs)
+            body = jax.checkpoint(body, prevent_cse=False) if remat else body
+            (x, balance), (new_cache, ids, outputs) = jax.lax.scan(body, (x, balance), inputs)
+            if caches is not None:
+                caches[run].append(new_cache)
         routed.append(ids)
         records.append(outputs)
     x = _final_norm(config, params, x)
     record = Record(*_merge(records), jnp.concatenate(routed))
-    if caches is not None:
+    if by_layer:
+        caches = tuple(caches)
+    elif caches is not None:
         caches = tuple(jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in caches)
     return Output(x, caches, record, balance / (config.num_layers - config.dense_layers))
+
+
+def _by_layer(specs):
+    return [(i, i + 1, spec) for i, spec in enumerate(specs)]
 
 
 def _cut(runs, start, stop):

@@ -12,30 +12,6 @@ SCALES = ("std", "none")
 STD_EPSILON = 1e-6
 
 
-def scatter_groups(rewards, prompt, sample, *, prompts: int, samples: int):
-    """Lays rewards that arrive in any order out as groups.
-
-    Args:
-      rewards: f32[N].
-      prompt: int[N], index of the prompt instance. The same text drawn twice into
-        a batch has two indices.
-      sample: int[N], index in the group; each (prompt, sample) occurs at most once.
-      prompts, samples: P and G.
-
-    Returns:
-      (rewards f32[P, G], valid bool[P, G]). What did not arrive is invalid; rows
-      whose index is out of range (a padded row's -1 too) are left out.
-    """
-    inside = (prompt >= 0) & (prompt < prompts) & (sample >= 0) & (sample < samples)
-    # Negative indices would count from the end, so they are sent past it and dropped.
-    place = (jnp.where(inside, prompt, prompts), jnp.where(inside, sample, samples))
-    grid = jnp.zeros((prompts, samples), jnp.float32)
-    return (
-        grid.at[place].set(rewards.astype(jnp.float32), mode="drop"),
-        grid.astype(bool).at[place].set(True, mode="drop"),
-    )
-
-
 def informative_groups(rewards, valid):
     """Groups that carry a gradient: two valid rewards that differ.
 

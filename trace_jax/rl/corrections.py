@@ -12,22 +12,6 @@ from trace_jax.rl.losses import log_ratio, masked_mean
 KINDS = ("none", "tis", "icepop", "sequence_mask")
 
 
-def sampled_logprob(ids, logps, token):
-    """The sampled token's log-prob out of an engine's top-k lists, by id and not by rank.
-
-    Args:
-      ids: int[..., K], token ids in any order.
-      logps: f32[..., K].
-      token: int[...], the sampled ids.
-
-    Returns:
-      f32[...]; NaN (not recorded) where the list lacks the token.
-    """
-    hit = ids == token[..., None]
-    value = jnp.sum(jnp.where(hit, logps, 0.0), axis=-1)
-    return jnp.where(jnp.any(hit, axis=-1), value, jnp.nan)
-
-
 def recorded(logp_rollout, mask):
     """bool[N, T]: masked-in tokens that have a rollout log-prob."""
     return (mask != 0) & jnp.isfinite(logp_rollout)

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from trace_jax import model
+from trace_jax import model, sync
 from trace_jax.config import Config
 from trace_jax.model import Guidance, Numerics
 from trace_jax.modes import Mode
 from trace_jax.rl.corrections import correction_weights
+from trace_jax.rl.logprobs import centering_term, chunked_logprobs, top_logprobs
 from trace_jax.rl.losses import (
     aggregation_weights,
     algorithm,
-    chunked_logprobs,
     kl_to_reference,
+    masked_mean,
     policy_loss,
 )
 from trace_jax.rl.mismatch import logprob_ledger
@@ -60,6 +61,7 @@ class Batch(NamedTuple):
     weights: jax.Array  # FP32 [N, R], aggregation weights of the optimizer step
     old_logp: jax.Array | None  # FP32 [N, R]
     ref_logp: jax.Array | None  # FP32 [N, R]
+    sampler: tuple[jax.Array, jax.Array] | None  # likeliest int32, log-probs FP32 [N, R, k]
     routes: jax.Array | None  # int32 [layers, N, S, top_k]
     guidance: Guidance | None
     guard: jax.Array | None  # FP32 [N, S]
@@ -108,7 +110,7 @@ def response_window(x: jax.Array, prompt_length: jax.Array, width: int) -> jax.A
 
 
 class Learner:
-    """Compiled functions of one configuration: `update`, `score`, `audit`."""
+    """Compiled functions of one configuration: `update`, `score`, `audit`, `sampler_head`."""
 
     def __init__(self, config: Config, mode: Mode):
         self.config, self.mode = config, mode
@@ -121,9 +123,11 @@ class Learner:
         self.guided = guided
         self.numerics = build()
         self.audit_numerics = build(audit_rows=config.ledger.audit_rows)
+        self.rollout_numerics = model.numerics(config.model, mode.rollout)
         self.update = jax.jit(self._update, donate_argnums=0)
         self.score = jax.jit(self._score)
         self.audit = jax.jit(self._audit)
+        self.sampler_head = jax.jit(self._sampler_head)
 
     # --- forward ---------------------------------------------------------------
 
@@ -140,25 +144,50 @@ class Learner:
             remat=remat,
         )
 
+    @property
+    def _head(self) -> dict:
+        c = self.config
+        return {"temperature": c.rollout.temperature, "chunk": c.rl.logprob_chunk}
+
     def _logprobs(self, params, batch: Batch, remat: bool = False):
-        """(log-probs, entropy) FP32 [N, R] of the response tokens, and the balance loss."""
+        """Log-probs, entropy and centring term (or None) FP32 [N, R] of the response tokens,
+        and the balance loss."""
         out = self._forward(params, batch, self.numerics, remat)
         width = batch.mask.shape[1]
         hidden = response_window(out.hidden, batch.prompt_length - 1, width)
         targets = response_window(batch.tokens, batch.prompt_length, width)
-        logp, entropy = chunked_logprobs(
-            hidden,
-            model.unembedding(params, out.hidden.dtype),
-            targets,
-            temperature=self.config.rollout.temperature,
-            chunk=self.config.rl.logprob_chunk,
-        )
-        return logp, entropy, out.balance
+        unembedding = model.unembedding(params, out.hidden.dtype)
+        logp, entropy = chunked_logprobs(hidden, unembedding, targets, **self._head)
+        centre = None
+        if batch.sampler is not None:
+            centre = centering_term(hidden, unembedding, *batch.sampler, **self._head)
+        return logp, entropy, centre, out.balance
 
     def _score(self, params, rollout: Rollout, version) -> jax.Array:
         """FP32 [N, R] log-probs of the sampled tokens under `params`, no gradient."""
         empty = jnp.zeros(rollout.tokens.shape[0])
         return self._logprobs(params, self._batch(rollout, empty, version))[0]
+
+    def _sampler_head(self, params, rollout: Rollout):
+        """The sampler's likeliest tokens at each response token: (int32, FP32) [N, R, k].
+
+        Args:
+          params: rollout parameters. Its forward is run again in the rollout's formats on
+            the rollout's routes: engine noise, where there is any, is not in it.
+        """
+        params = sync.decode_weights(params)
+        out = model.apply(
+            self.config.model,
+            params,
+            rollout.tokens,
+            self.rollout_numerics,
+            valid=rollout.valid,
+            routes=rollout.routes.astype(jnp.int32) if self.config.model.num_experts else None,
+        )
+        width = self.config.task.max_response
+        hidden = response_window(out.hidden, rollout.prompt_length - 1, width)
+        unembedding = model.unembedding(params, out.hidden.dtype)
+        return top_logprobs(hidden, unembedding, self.config.rl.score_centering, **self._head)
 
     def _audit(self, params, rollout: Rollout, version):
         """The trainer's whole codes and routes on the rollout's audit rows."""
@@ -172,7 +201,9 @@ class Learner:
 
     # --- batch -------------------------------------------------------------------
 
-    def _batch(self, rollout: Rollout, advantages, version, old=None, ref=None, live=None) -> Batch:
+    def _batch(
+        self, rollout: Rollout, advantages, version, old=None, ref=None, live=None, sampler=None
+    ) -> Batch:
         """`live` bool [N]: rows that count; the others have no loss."""
         width = self.config.task.max_response
         window = partial(response_window, prompt_length=rollout.prompt_length, width=width)
@@ -194,6 +225,7 @@ class Learner:
             weights=jnp.zeros(mask.shape, jnp.float32),
             old_logp=old,
             ref_logp=ref,
+            sampler=sampler,
             routes=rollout.routes.astype(jnp.int32) if replay else None,
             guidance=guidance,
             guard=guard,
@@ -203,7 +235,7 @@ class Learner:
 
     def _loss(self, params, batch: Batch):
         rl, s = self.config.rl, self.settings
-        logp, entropy, balance = self._logprobs(params, batch, rl.remat)
+        logp, entropy, centre, balance = self._logprobs(params, batch, rl.remat)
         fixed = jax.lax.stop_gradient(logp)
         # The ratio measures how far the policy has moved since `old`; the correction,
         # what lay between the rollout and `old`. Together they count every gap once.
@@ -220,16 +252,18 @@ class Learner:
             clip_low=s["clip_low"],
             clip_high=s["clip_high"],
             level=s["level"],
+            dual_clip=s["dual_clip"],
         )
+        if centre is not None:
+            centred = batch.weights * batch.advantages[:, None] * centre
+            loss = loss + jnp.sum(jnp.where(batch.mask, centred, 0.0))
         if batch.ref_logp is not None:
             kl = kl_to_reference(logp, batch.ref_logp, batch.mask, batch.weights)
             loss = loss + rl.kl_coef * kl
         # Every micro-batch adds its share, so that the sum is one mean.
         loss = loss + rl.balance_coef * balance / rl.micro_batches
         metrics |= {f"correction/{k}": v for k, v in corrected.items()}
-        metrics["entropy"] = jnp.sum(jnp.where(batch.mask, entropy, 0.0)) / jnp.maximum(
-            jnp.sum(batch.mask), 1
-        )
+        metrics["entropy"] = masked_mean(entropy, batch.mask)
         metrics["balance"] = balance
         return loss, (metrics, fixed)
 
@@ -250,7 +284,9 @@ class Learner:
         metrics = _join(metrics)
         return state, ({**metrics, **stepped, "loss": loss}, logp.reshape(-1, logp.shape[-1]))
 
-    def _update(self, state: TrainState, rollout: Rollout, advantages, live, old, ref):
+    def _update(
+        self, state: TrainState, rollout: Rollout, advantages, live, old, ref, sampler=None
+    ):
         """One update: `rl.minibatches` optimizer steps on one rollout.
 
         Args:
@@ -258,6 +294,7 @@ class Learner:
           advantages: FP32 [N]. live: bool [N], rows that were scored.
           old, ref: FP32 [N, R] or None; None for `old` means the learner's own
             log-probs of the same forward (ratio exactly 1).
+          sampler: what `sampler_head` gives, with rl.score_centering; else None.
 
         Returns:
           new state (version + 1), metrics with the mismatch ledger of the first pass
@@ -266,7 +303,7 @@ class Learner:
         if self.config.rl.old_logprobs == "rollout":
             width = self.config.task.max_response
             old = response_window(rollout.logp, rollout.prompt_length, width)
-        batch = self._batch(rollout, advantages, state.version, old, ref, live)
+        batch = self._batch(rollout, advantages, state.version, old, ref, live, sampler)
         steps = _split(batch, self.config.rl.minibatches)
         state, (metrics, logp) = jax.lax.scan(self._step, state, steps)
         metrics = _join(metrics)

@@ -1,4 +1,4 @@
-"""Log-probs in chunks, aggregation weights and the clipped policy objective.
+"""Aggregation weights and the clipped policy objective.
 
 Everything is FP32. A loss is `sum(weights * per_token_loss)` with weights made
 once for the WHOLE batch, so micro-batches and devices just add up.
@@ -22,6 +22,7 @@ _GRPO = {
     "level": "token",
     "clip_low": 0.2,
     "clip_high": 0.2,
+    "dual_clip": None,
     "dynamic_sampling": False,
 }
 ALGORITHMS = {
@@ -34,6 +35,15 @@ ALGORITHMS = {
         "dynamic_sampling": True,
     },
     "gspo": {**_GRPO, "level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},  # 2507.18071
+    # TBPO of QaRL (arXiv 2604.07853): sequence ratios above 1 + 4e-4 are cut for positive
+    # advantages; for negative ones a band holds them from 1 - 3e-4 to 1 + 7e-4.
+    "tbpo": {
+        **_GRPO,
+        "level": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": 1 + 7e-4,
+    },
 }
 
 
@@ -46,86 +56,6 @@ def algorithm(name: str) -> dict:
     """A copy of the named entry of ALGORITHMS; ValueError lists the names."""
     _choose(name, ALGORITHMS, "algorithm")
     return dict(ALGORITHMS[name])
-
-
-def response_mask(lengths, *, max_length: int):
-    """bool[N, max_length] from int[N] response lengths.
-
-    Lengths come from the sampler, not from a search for EOS: a response cut by
-    its budget has none, and padding may reuse the EOS id.
-    """
-    return jnp.arange(max_length)[None, :] < lengths[:, None]
-
-
-def chunked_logprobs(hidden, unembed, targets, *, temperature: float, chunk: int):
-    """Log-prob of each target and entropy, of the distribution that was sampled.
-
-    FP32 log-softmax of logits / temperature, `chunk` tokens at a time and again
-    in the backward pass, so that no [N, T, V] array ever exists.
-
-    Args:
-      hidden: [N, T, D], any float dtype.
-      unembed: [V, D]. The product accumulates in FP32 and so does its gradient
-        over chunks.
-      targets: int32[N, T] in [0, V); what stands at padded places is ignored.
-      temperature: the sampler's, above 0.
-      chunk: tokens per step over the whole (global) batch; N * T need not divide.
-
-    Returns:
-      (logp f32[N, T], entropy f32[N, T]), both differentiable.
-
-    Raises:
-      ValueError: temperature or chunk out of range, shapes that do not fit.
-    """
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} has no log-probs to train on; use > 0")
-    if chunk < 1:
-        raise ValueError(f"chunk {chunk} must be at least 1")
-    if hidden.shape[:2] != targets.shape or hidden.shape[2] != unembed.shape[1]:
-        raise ValueError(
-            f"hidden {hidden.shape}, unembed {unembed.shape}, targets {targets.shape} "
-            "must be [N, T, D], [V, D], [N, T]"
-        )
-    tokens = targets.size
-    chunk = min(chunk, tokens)
-    steps = -(-tokens // chunk)
-    # The cast and its return leave the values alone but sum the chunks' gradients in FP32.
-    master = unembed.astype(jnp.float32)
-
-    def split(x):
-        x = x.reshape((tokens,) + x.shape[2:])
-        x = jnp.pad(x, ((0, steps * chunk - tokens),) + ((0, 0),) * (x.ndim - 1))
-        # A chunk takes every steps-th token: with N sharded, all devices share each chunk.
-        return jnp.swapaxes(x.reshape((chunk, steps) + x.shape[1:]), 0, 1)
-
-    @jax.checkpoint
-    def one_chunk(args):
-        return _logprobs(args[0], master.astype(unembed.dtype), args[1], temperature)
-
-    def join(x):
-        return jnp.swapaxes(x, 0, 1).reshape(-1)[:tokens].reshape(targets.shape)
-
-    return jax.tree.map(join, jax.lax.map(one_chunk, (split(hidden), split(targets))))
-
-
-def _logprobs(hidden, unembed, targets, temperature):
-    """[C, D], [V, D], int[C] -> (logp f32[C], entropy f32[C])."""
-    logits = jnp.einsum(
-        "cd,vd->cv",
-        hidden,
-        unembed,
-        precision=jax.lax.Precision.HIGHEST,  # no TF32 or BF16 passes on FP32 operands
-        preferred_element_type=jnp.float32,
-    )
-    logits = logits / temperature
-    # Shifted before the target is picked: the difference of two large numbers loses digits.
-    logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=1, keepdims=True))
-    log_z = jnp.log(jnp.sum(jnp.exp(logits), axis=1))
-    # A comparison instead of a gather: works on a sharded vocabulary, no scatter backwards.
-    hit = jnp.arange(unembed.shape[0])[None, :] == targets[:, None]
-    logp = jnp.sum(jnp.where(hit, logits, 0.0), axis=1) - log_z
-    probabilities = jnp.exp(logits - log_z[:, None])
-    return logp, log_z - jnp.sum(probabilities * logits, axis=1)
 
 
 def aggregation_weights(mask, mode: str, *, max_length: int):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trace_jax.tasks.problems import Problem, stable_hash
-from trace_jax.tasks.tokenizer import ByteTokenizer
+from trace_jax.tasks.tokenizer import Tokenizer
 
 ORDER_BLOCK = 4096  # an unlimited set is visited block by block, each in its own shuffled order
 
@@ -40,24 +40,24 @@ def _shuffled(seed: int, epoch: int, block: int) -> tuple[int, ...]:
     return tuple(sorted(range(block), key=lambda i: stable_hash("order", seed, epoch, i)))
 
 
-def encode_prompt(problem: Problem, tokenizer: ByteTokenizer) -> list[int]:
-    """BOS and the prompt: what the rollout and the warm start both read."""
-    return [tokenizer.bos_id, *tokenizer.encode(problem.prompt)]
+def encode_prompt(problem: Problem, tokenizer: Tokenizer) -> list[int]:
+    """The prompt as a conversation's first turn: what the rollout and the warm start both read."""
+    return tokenizer.prompt_ids(problem.prompt)
 
 
-def encode_answer(problem: Problem, tokenizer: ByteTokenizer) -> list[int]:
+def encode_answer(problem: Problem, tokenizer: Tokenizer) -> list[int]:
     """The gold answer and EOS: the target of the warm start."""
     return [*tokenizer.encode(problem.answer), tokenizer.eos_ids[0]]
 
 
 def encode_prompts(
-    problems: Sequence[Problem], tokenizer: ByteTokenizer, max_prompt: int
+    problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int
 ) -> tuple[np.ndarray, np.ndarray, list[Problem]]:
     """Right-padded prompts. Over-long ones are left out and returned, never cut.
 
     Returns:
-        tokens int32 [P, max_prompt] and lengths int32 [P] of the P prompts that fit (BOS counted,
-        in order), and the dropped problems.
+        tokens int32 [P, max_prompt] and lengths int32 [P] of the P prompts that fit (every id
+        counted, in order), and the dropped problems.
     """
     rows, dropped = [], []
     for problem in problems:

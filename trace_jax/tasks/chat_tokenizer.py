@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 import jinja2.sandbox
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from trace_jax.tasks.tokenizer import ByteTokenizer
 
 # The split before BPE, by GGUF's tokenizer.ggml.pre.
 GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -71,37 +75,49 @@ class ChatTokenizer:
         """
         if self._template is None:
             raise ValueError("the checkpoint has no chat template; write a plain prompt")
-
-        def refuse(message):
-            raise ValueError(f"chat template: {message}")
-
-        # Sandboxed: a template comes with the checkpoint and is code.
-        env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        env.globals["raise_exception"] = refuse
         name = lambda i: self._core.id_to_token(i) if i is not None else ""
-        return env.from_string(self._template).render(
+        return self._compiled.render(
             messages=messages,
             add_generation_prompt=add_generation_prompt,
             bos_token=name(self.bos_id),
             eos_token=name(self.eos_ids[0]),
         )
 
+    @functools.cached_property
+    def _compiled(self) -> jinja2.Template:
+        def refuse(message):
+            raise ValueError(f"chat template: {message}")
+
+        # Sandboxed: a template comes with the checkpoint and is code.
+        env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        env.globals["raise_exception"] = refuse
+        # Some templates (GPT-OSS) state the day.
+        env.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+        return env.from_string(self._template)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """A user's turn through the chat template, up to where the model's turn begins.
+
+        Without a template, `text` as the tokenizer opens one (with BOS, if it adds that).
+        """
+        if self._template is None:
+            return self._core.encode(text).ids
+        return self.encode(self.chat([{"role": "user", "content": text}]))
+
     def files(self) -> dict[str, str]:
         """{name: text} of the files that a checkpoint folder holds for this tokenizer."""
         text = lambda value: json.dumps(value, indent=2) + "\n"
         ids = {"eos_token_id": list(self.eos_ids), "pad_token_id": self.pad_id}
+        name = self._core.id_to_token
+        names = {"eos_token": name(self.eos_ids[0]), "pad_token": name(self.pad_id)}
         if self.bos_id is not None:
-            ids["bos_token_id"] = self.bos_id
+            ids["bos_token_id"], names["bos_token"] = self.bos_id, name(self.bos_id)
         out = {
             "tokenizer.json": self._core.to_str(),
             "generation_config.json": text(ids),
-            "tokenizer_config.json": text(
-                {
-                    "tokenizer_class": "PreTrainedTokenizerFast",
-                    "eos_token": self._core.id_to_token(self.eos_ids[0]),
-                    "pad_token": self._core.id_to_token(self.pad_id),
-                }
-            ),
+            "tokenizer_config.json": text({"tokenizer_class": "PreTrainedTokenizerFast", **names}),
         }
         return out | ({"chat_template.jinja": self._template} if self._template else {})
 
@@ -182,3 +198,17 @@ def tokenizer_from_gguf(field) -> ChatTokenizer:
         field("tokenizer.ggml.bos_token_id"),
         field("tokenizer.ggml.padding_token_id"),
     )
+
+
+def byte_level() -> ChatTokenizer:
+    """`ByteTokenizer` as files can hold it: the same ids, and a template that adds only BOS."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = iter(range(0x100, 0x200))  # the others are shown as characters beyond Latin-1
+    names = [chr(b) if b in kept else chr(next(moved)) for b in range(256)]
+    core = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(n, special=True) for n in ("<pad>", "<bos>", "<eos>")])
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ids = ByteTokenizer
+    return ChatTokenizer(core, ids.eos_ids, template, ids.bos_id, ids.pad_id)

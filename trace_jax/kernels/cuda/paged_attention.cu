@@ -1,10 +1,10 @@
-// Decode attention over paged K and V (NVFP4 or BF16), for Hopper.
+// Decode attention over paged K and V (NVFP4, FP8 or BF16), for Hopper.
 //
 // All pages of all sequences and KV heads form one list; each warp takes an equal contiguous
 // share of it, so the load balances whatever the lengths are. A warp streams its pages through
 // its own ring in shared memory (bulk copies, one unit for K and one for V), multiplies K and V
-// as the tensor cores' left operand with up to 8 query heads on the right, and leaves one
-// partial result for each (sequence, KV head) it touched. A second kernel merges them.
+// as the tensor cores' left operand with up to 8 query heads on the right, and writes the result of
+// a (sequence, KV head) that it has whole, or leaves a partial one. A second kernel merges those.
 #include "common.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -13,8 +13,11 @@ namespace ffi = xla::ffi;
 namespace trace_jax {
 
 constexpr int kPage = 64;
-constexpr int kMaxBatch = 1024;
+constexpr int kMaxBatch = 4096;
 constexpr float kLow = -1e30f;
+constexpr float kLog2e = 1.4426950408889634f;
+
+enum Kind { kNvfp4 = 0, kFp8 = 1, kBf16 = 2 };
 
 struct Args {
   const uint8_t* pages;        // [pages][kv heads][2][unit bytes]
@@ -24,16 +27,30 @@ struct Args {
   const float* sink;           // [kv heads * group] or null
   float* partial;              // [warps + batch * head tiles][8][head size]
   float2* partial_ml;          // [warps + batch * head tiles][8]: maximum, sum
+  int* prefix;                 // [batch + 1]: pages of the sequences before, for the merge
   __nv_bfloat16* out;          // [batch][kv heads][group][head size]
   int batch, kv_heads, group, max_pages, window, warps;
   float scale;                 // softmax scale * log2 e
 };
 
-template <int FP4, int D> struct Unit {
-  static constexpr int kScales = 32 * D;     // offset of the block scales
-  static constexpr int kOuter = 36 * D;      // offset of the row scales' exponents
-  static constexpr int kBytes = FP4 ? 36 * D + 64 : 128 * D;
+template <int KIND, int D> struct Unit {
+  static constexpr int kScales = 32 * D;                       // of NVFP4: the block scales
+  static constexpr int kOuter = KIND == kNvfp4 ? 36 * D : 64 * D;  // the row scales' exponents
+  static constexpr int kBytes = KIND == kBf16 ? 128 * D : kOuter + 64;
 };
+
+// Decoded FP8 carries 2^-120. The query makes up for 2^100 of it before the first product, the
+// probabilities for 2^104 before the second.
+constexpr uint32_t kTimesQueryScale = 0x71807180u;   // two of 2^100
+constexpr float kValueScale = 2.028240960365167e31f;  // 2^104
+
+// What the first product's sums lack, and the second's.
+__host__ __device__ constexpr float score_unscale(int kind) {
+  return kind == kNvfp4 ? kUnscale : kind == kFp8 ? 1048576.0f : 1.0f;
+}
+__host__ __device__ constexpr float value_unscale(int kind) {
+  return kind == kBf16 ? 1.0f : 65536.0f;
+}
 
 __device__ __forceinline__ int head_tiles(const Args& p) {
   return p.kv_heads * ((p.group + 7) / 8);
@@ -90,9 +107,17 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
+// Two E4M3 bytes of w to a bf16x2, each value times 2^-120.
+template <int LO, int HI>
+__device__ __forceinline__ uint32_t decode_fp8(uint32_t w) {
+  uint32_t p = __byte_perm(w, 0, 0x0404 | LO << 4 | HI << 12);
+  return (p & 0x80008000u) | ((p >> 4) & 0x07F007F0u);
+}
+
 // Walks a warp's share of the pages, one sequence and head tile at a time.
 struct Walk {
   int b, head, page, end;  // `end`: this warp's last page of (b, head), exclusive
+  bool whole;              // all pages of (b, head) are this warp's
   long long at, high;
   __device__ __forceinline__ void find(const Args& p, const int* prefix) {
     int low = 0, top = p.batch;  // prefix[low] <= at < prefix[top], in pages of all heads
@@ -112,11 +137,12 @@ struct Walk {
     int first = rest % count, many = (int)min((long long)(count - first), high - at);
     page = first + first_page(p, p.lengths[b]);
     end = page + many;
+    whole = many == count;
     at += many;
   }
 };
 
-template <int FP4, int D, int UNITS>
+template <int KIND, int D, int UNITS>
 struct Ring {
   const Args& p;
   const int* prefix;
@@ -147,8 +173,8 @@ struct Ring {
     int kv_head = walk.head / ((p.group + 7) / 8);
     if (lane == 0) {
       size_t unit = ((size_t)id * p.kv_heads + kv_head) * 2 + is_v;
-      bulk_copy(units + slot * Unit<FP4, D>::kBytes, p.pages + unit * Unit<FP4, D>::kBytes,
-                Unit<FP4, D>::kBytes, full + slot, policy);
+      bulk_copy(units + slot * Unit<KIND, D>::kBytes, p.pages + unit * Unit<KIND, D>::kBytes,
+                Unit<KIND, D>::kBytes, full + slot, policy);
     }
     if (!is_v) return;
     if (++walk.page >= walk.end) {
@@ -160,8 +186,8 @@ struct Ring {
   }
 };
 
-// Scores of 64 tokens and 8 heads; FP4 scores carry 2^-9.
-template <int FP4, int D>
+// Scores of 64 tokens and 8 heads, over score_unscale.
+template <int KIND, int D>
 __device__ __forceinline__ void scores(const uint8_t* unit, int lane, const uint32_t* q,
                                        float (*s)[4]) {
   constexpr int C = D / 64;
@@ -171,10 +197,10 @@ __device__ __forceinline__ void scores(const uint8_t* unit, int lane, const uint
 #pragma unroll
     for (int c = 0; c < C; c++) {
       const uint32_t* qc = q + c * 8;
-      if constexpr (FP4) {
+      if constexpr (KIND == kNvfp4) {
         uint4 codes = *reinterpret_cast<const uint4*>(unit + (i * C + c) * 512 + lane * 16);
         uint32_t bytes = *reinterpret_cast<const uint16_t*>(
-            unit + Unit<1, D>::kScales + (i * C + c) * 64 + lane * 2);
+            unit + Unit<KIND, D>::kScales + (i * C + c) * 64 + lane * 2);
         uint32_t s0 = scale_pair<0, 0>(bytes), s1 = scale_pair<1, 1>(bytes);
         uint32_t a[4], b[4];
 #pragma unroll
@@ -185,6 +211,15 @@ __device__ __forceinline__ void scores(const uint8_t* unit, int lane, const uint
           for (int k = 0; k < 4; k++) { a[k] = mul_bf16x2(a[k], s0); b[k] = mul_bf16x2(b[k], s1); }
           mma(s[i], a[0], b[0], a[1], b[1], qc[half * 4], qc[half * 4 + 1]);
           mma(s[i], a[2], b[2], a[3], b[3], qc[half * 4 + 2], qc[half * 4 + 3]);
+        }
+      } else if constexpr (KIND == kFp8) {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          uint4 a = *reinterpret_cast<const uint4*>(unit + ((i * C + c) * 2 + j) * 512 + lane * 16);
+          mma(s[i], decode_fp8<0, 1>(a.x), decode_fp8<2, 3>(a.x), decode_fp8<0, 1>(a.y),
+              decode_fp8<2, 3>(a.y), qc[j * 4], qc[j * 4 + 1]);
+          mma(s[i], decode_fp8<0, 1>(a.z), decode_fp8<2, 3>(a.z), decode_fp8<0, 1>(a.w),
+              decode_fp8<2, 3>(a.w), qc[j * 4 + 2], qc[j * 4 + 3]);
         }
       } else {
 #pragma unroll
@@ -203,29 +238,50 @@ __device__ __forceinline__ uint32_t token_mask(int at, int begin, int end) {
          (at + 1 >= begin && at + 1 < end ? 0xFFFF0000u : 0u);
 }
 
-// acc += V^T P for 64 tokens; with FP4 the sums carry 2^-16. BF16 slots outside
-// [begin, end) may hold NaN, so they are replaced; FP4 codes and scales are always finite.
-template <int FP4, int D>
-__device__ __forceinline__ void values(const uint8_t* unit, int lane, int begin, int end,
-                                       const uint32_t* P, float (*acc)[4]) {
+// V's block scales as bf16x2 times 2^110, [D / 16][4 lanes t][8 pairs of tokens], once a page.
+template <int D>
+__device__ __forceinline__ void convert_scales(const uint8_t* unit, int lane, uint4* to) {
+#pragma unroll
+  for (int at = lane; at < D / 4; at += 32) {
+    uint4 w = *reinterpret_cast<const uint4*>(unit + Unit<kNvfp4, D>::kScales + at * 16);
+    to[2 * at] = make_uint4(scale_pair<0, 1, 110>(w.x), scale_pair<2, 3, 110>(w.x),
+                            scale_pair<0, 1, 110>(w.y), scale_pair<2, 3, 110>(w.y));
+    to[2 * at + 1] = make_uint4(scale_pair<0, 1, 110>(w.z), scale_pair<2, 3, 110>(w.z),
+                                scale_pair<0, 1, 110>(w.w), scale_pair<2, 3, 110>(w.w));
+  }
+  __syncwarp();
+}
+
+// acc += V^T P for 64 tokens, over value_unscale. BF16 slots outside [begin, end) may hold NaN,
+// so they are replaced; decoded FP4 and FP8 are always finite.
+template <int KIND, int D>
+__device__ __forceinline__ void values(const uint8_t* unit, const uint4* scales, int lane,
+                                       int begin, int end, const uint32_t* P, float (*acc)[4]) {
 #pragma unroll
   for (int G = 0; G < D / 16; G++) {
-    if constexpr (FP4) {
+    if constexpr (KIND == kNvfp4) {
       uint4 codes = *reinterpret_cast<const uint4*>(unit + G * 512 + lane * 16);
-      uint4 scales = *reinterpret_cast<const uint4*>(unit + Unit<1, D>::kScales +
-                                                     (G * 4 + (lane & 3)) * 16);
       uint32_t a[4], b[4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
+        uint4 scale = scales[(G * 4 + (lane & 3)) * 2 + half];
         decode_word(half ? codes.y : codes.x, a);
         decode_word(half ? codes.w : codes.z, b);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          uint32_t w = word(scales, half * 2 + j);
-          uint32_t b0 = mul_bf16x2(P[half * 4 + j * 2], (scale_pair<0, 1, 110>(w)));
-          uint32_t b1 = mul_bf16x2(P[half * 4 + j * 2 + 1], (scale_pair<2, 3, 110>(w)));
+          uint32_t b0 = mul_bf16x2(P[half * 4 + j * 2], word(scale, 2 * j));
+          uint32_t b1 = mul_bf16x2(P[half * 4 + j * 2 + 1], word(scale, 2 * j + 1));
           mma(acc[G], a[j * 2], b[j * 2], a[j * 2 + 1], b[j * 2 + 1], b0, b1);
         }
+      }
+    } else if constexpr (KIND == kFp8) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        uint4 a = *reinterpret_cast<const uint4*>(unit + (G * 2 + j) * 512 + lane * 16);
+        mma(acc[G], decode_fp8<0, 1>(a.x), decode_fp8<2, 3>(a.x), decode_fp8<0, 1>(a.y),
+            decode_fp8<2, 3>(a.y), P[j * 4], P[j * 4 + 1]);
+        mma(acc[G], decode_fp8<0, 1>(a.z), decode_fp8<2, 3>(a.z), decode_fp8<0, 1>(a.w),
+            decode_fp8<2, 3>(a.w), P[j * 4 + 2], P[j * 4 + 3]);
       }
     } else {
 #pragma unroll
@@ -247,21 +303,21 @@ struct Softmax {  // of heads 2t and 2t + 1; maxima in units of log2
 };
 
 // Scores to probabilities P (bf16, transposed to the right operand, times V's row scale).
-template <int FP4, int D>
+template <int KIND, int D>
 __device__ __forceinline__ void probabilities(const Args& p, const uint8_t* k_unit, int lane,
                                               int begin, int end, float (*s)[4], Softmax& sm,
                                               float (*acc)[4]) {
   int g = lane >> 2;
   float f[8];
-  if constexpr (FP4) {
-    powers_of_two(*reinterpret_cast<const uint2*>(k_unit + Unit<1, D>::kOuter + g * 8), f);
+  if constexpr (KIND != kBf16) {
+    powers_of_two(*reinterpret_cast<const uint2*>(k_unit + Unit<KIND, D>::kOuter + g * 8), f);
   }
   float x0 = kLow, x1 = kLow;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float scale = FP4 ? f[i * 2 + h] * (p.scale * kUnscale) : p.scale;
+      float scale = p.scale * score_unscale(KIND) * (KIND == kBf16 ? 1.0f : f[i * 2 + h]);
       s[i][2 * h] *= scale;
       s[i][2 * h + 1] *= scale;
     }
@@ -307,54 +363,94 @@ __device__ __forceinline__ void probabilities(const Args& p, const uint8_t* k_un
   }
 }
 
-template <int FP4, int D>
+template <int KIND, int D>
 __device__ __forceinline__ void to_operand(const uint8_t* v_unit, int lane, int begin, int end,
                                            float (*s)[4], uint32_t* P) {
   int g = lane >> 2;
-  float f[8];
-  if constexpr (FP4) {
-    powers_of_two(*reinterpret_cast<const uint2*>(v_unit + Unit<1, D>::kOuter + g * 8), f);
+  if constexpr (KIND != kBf16) {
+    float f[8];
+    powers_of_two(*reinterpret_cast<const uint2*>(v_unit + Unit<KIND, D>::kOuter + g * 8), f);
+    if (begin > 0 || end < kPage) {  // an unused slot's power may be infinite
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        int token = i * 8 + g;
+        if (token < begin || token >= end) f[i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float scale = f[i * 2 + h] * (KIND == kFp8 ? kValueScale : 1.0f);
+        s[i][2 * h] *= scale;
+        s[i][2 * h + 1] *= scale;
+      }
+    }
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if constexpr (FP4) {
-        int token = i * 16 + h * 8 + g;
-        float scale = token < begin || token >= end ? 0.0f : f[i * 2 + h];
-        s[i][2 * h] *= scale;
-        s[i][2 * h + 1] *= scale;
-      }
-      P[i * 2 + h] = transpose(pack_bf16(s[i][2 * h], s[i][2 * h + 1]));
-    }
+    for (int h = 0; h < 2; h++) P[i * 2 + h] = transpose(pack_bf16(s[i][2 * h], s[i][2 * h + 1]));
   }
 }
 
-template <int D>
-__device__ __forceinline__ void write_partial(const Args& p, int slot, int lane, Softmax sm,
-                                              float (*acc)[4], float unscale) {
-  int g = lane >> 2, t = lane & 3;
+// A softmax's denominator and the weight of its sum, the sink included. Head `row` of all.
+__device__ __forceinline__ float inverse_total(const Args& p, size_t row, float m, float l,
+                                               float& weight) {
+  float extra = p.sink ? p.sink[row] * kLog2e : kLow, top = fmaxf(m, extra);
+  weight = exp2f(m - top);
+  float total = l * weight + (p.sink ? exp2f(extra - top) : 0.0f);
+  return total > 0.0f || total != total ? 1.0f / total : 0.0f;
+}
+
+// The result of (b, head) to `out` if this warp has all of it, else a partial one; clears `acc`.
+template <int KIND, int D>
+__device__ __forceinline__ void finish(const Args& p, const Walk& walk, int me, int lane,
+                                       Softmax sm, float (*acc)[4]) {
+  int g = lane >> 2, t = lane & 3, tiles = (p.group + 7) / 8;
 #pragma unroll
   for (int d = 4; d < 32; d <<= 1) {
     sm.l0 += __shfl_xor_sync(~0u, sm.l0, d);
     sm.l1 += __shfl_xor_sync(~0u, sm.l1, d);
   }
-  float* o = p.partial + (size_t)slot * 8 * D + 2 * t * D + g;
+  if (walk.whole) {
+    int first = walk.head / tiles * p.group, row = walk.head % tiles * 8 + 2 * t;
+    float w0, w1;
+    w0 = row < p.group ? inverse_total(p, first + row, sm.m0, sm.l0, w0) * w0 : 0.0f;
+    w1 = row + 1 < p.group ? inverse_total(p, first + row + 1, sm.m1, sm.l1, w1) * w1 : 0.0f;
+    w0 *= value_unscale(KIND), w1 *= value_unscale(KIND);
+    __nv_bfloat16* o = p.out + ((size_t)walk.b * p.kv_heads * p.group + first + row) * D + g;
 #pragma unroll
-  for (int i = 0; i < D / 16; i++) {
-    o[i * 16] = acc[i][0] * unscale;
-    o[D + i * 16] = acc[i][1] * unscale;
-    o[i * 16 + 8] = acc[i][2] * unscale;
-    o[D + i * 16 + 8] = acc[i][3] * unscale;
-    acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
+    for (int i = 0; i < D / 16; i++) {
+      if (row < p.group) {
+        o[i * 16] = __float2bfloat16_rn(acc[i][0] * w0);
+        o[i * 16 + 8] = __float2bfloat16_rn(acc[i][2] * w0);
+      }
+      if (row + 1 < p.group) {
+        o[D + i * 16] = __float2bfloat16_rn(acc[i][1] * w1);
+        o[D + i * 16 + 8] = __float2bfloat16_rn(acc[i][3] * w1);
+      }
+    }
+  } else {
+    int slot = me + walk.b * head_tiles(p) + walk.head;
+    float* o = p.partial + (size_t)slot * 8 * D + 2 * t * D + g;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+      o[i * 16] = acc[i][0] * value_unscale(KIND);
+      o[D + i * 16] = acc[i][1] * value_unscale(KIND);
+      o[i * 16 + 8] = acc[i][2] * value_unscale(KIND);
+      o[D + i * 16 + 8] = acc[i][3] * value_unscale(KIND);
+    }
+    if (g == 0) {
+      p.partial_ml[slot * 8 + 2 * t] = make_float2(sm.m0, sm.l0);
+      p.partial_ml[slot * 8 + 2 * t + 1] = make_float2(sm.m1, sm.l1);
+    }
   }
-  if (g == 0) {
-    p.partial_ml[slot * 8 + 2 * t] = make_float2(sm.m0, sm.l0);
-    p.partial_ml[slot * 8 + 2 * t + 1] = make_float2(sm.m1, sm.l1);
-  }
+#pragma unroll
+  for (int i = 0; i < D / 16; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
 }
 
-template <int D>
+template <int KIND, int D>
 __device__ __forceinline__ void load_query(const Args& p, int b, int head, int lane,
                                            uint32_t* q) {
   int tiles = (p.group + 7) / 8, g = lane >> 2, t = lane & 3;
@@ -368,49 +464,71 @@ __device__ __forceinline__ void load_query(const Args& p, int b, int head, int l
     uint4 d = row < p.group ? *reinterpret_cast<const uint4*>(source + c * 64 + 8) : zero;
     q[c * 8 + 0] = a.x; q[c * 8 + 1] = a.y; q[c * 8 + 2] = a.z; q[c * 8 + 3] = a.w;
     q[c * 8 + 4] = d.x; q[c * 8 + 5] = d.y; q[c * 8 + 6] = d.z; q[c * 8 + 7] = d.w;
-  }
-}
-
-// prefix[b]: pages of the sequences before b, by one warp.
-__device__ void prefix_pages(const Args& p, int* prefix, int lane) {
-  int base = 0;
-  if (lane == 0) prefix[0] = 0;
-  for (int b0 = 0; b0 < p.batch; b0 += 32) {
-    int b = b0 + lane, mine = b < p.batch ? page_count(p, b) : 0;
-    for (int d = 1; d < 32; d <<= 1) {
-      int other = __shfl_up_sync(~0u, mine, d);
-      if (lane >= d) mine += other;
+    if constexpr (KIND == kFp8) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) q[c * 8 + i] = mul_bf16x2(q[c * 8 + i], kTimesQueryScale);
     }
-    if (b < p.batch) prefix[b + 1] = base + mine;
-    base += __shfl_sync(~0u, mine, 31);
   }
 }
 
-template <int FP4, int D, int WARPS, int UNITS>
+// prefix[b]: pages of the sequences before b; the whole block, a run of sequences a thread.
+template <int WARPS>
+__device__ void prefix_pages(const Args& p, int* prefix) {
+  __shared__ int sums[WARPS];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int each = (p.batch + WARPS * 32 - 1) / (WARPS * 32);
+  int begin = min((int)threadIdx.x * each, p.batch), end = min(begin + each, p.batch), mine = 0;
+#pragma unroll 4
+  for (int b = begin; b < end; b++) mine += page_count(p, b);
+  int before = mine;  // of this thread's run: of the warp, then of the block
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    int other = __shfl_up_sync(~0u, before, d);
+    if (lane >= d) before += other;
+  }
+  if (lane == 31) sums[warp] = before;
+  __syncthreads();
+  before -= mine;
+  for (int w = 0; w < warp; w++) before += sums[w];
+  for (int b = begin; b < end; b++) {
+    prefix[b] = before;
+    before += page_count(p, b);
+  }
+  if (end == p.batch) prefix[p.batch] = before;  // of several threads: all write the total
+  __syncthreads();
+  if (blockIdx.x == 0)
+    for (int b = threadIdx.x; b <= p.batch; b += WARPS * 32) p.prefix[b] = prefix[b];
+}
+
+template <int KIND, int D>
+constexpr int kScaleBytes = KIND == kNvfp4 ? 8 * D : 0;  // a warp's converted scales of V
+
+template <int KIND, int D, int WARPS, int UNITS>
 __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
-  constexpr int kUnit = Unit<FP4, D>::kBytes;
+  constexpr int kUnit = Unit<KIND, D>::kBytes;
   extern __shared__ __align__(128) uint8_t shared[];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   uint64_t* full = reinterpret_cast<uint64_t*>(shared + WARPS * UNITS * kUnit) + warp * UNITS;
-  int* prefix = reinterpret_cast<int*>(shared + WARPS * UNITS * (kUnit + 8));
+  uint4* scales = reinterpret_cast<uint4*>(shared + WARPS * UNITS * (kUnit + 8)) +
+                  warp * kScaleBytes<KIND, D> / 16;
+  int* prefix = reinterpret_cast<int*>(shared + WARPS * (UNITS * (kUnit + 8) + kScaleBytes<KIND, D>));
   if (lane < UNITS) barrier_init(full + lane, 1);
   barrier_init_fence();
-  if (warp == 0) prefix_pages(p, prefix, lane);
-  __syncthreads();
+  prefix_pages<WARPS>(p, prefix);
   int me = warp * gridDim.x + blockIdx.x;  // few pages: one warp on each multiprocessor first
   long long total = (long long)prefix[p.batch] * head_tiles(p);
   int warps = used_warps(p, total);
   if (me >= warps) return;
-  Walk walk{0, 0, 0, 0, total * me / warps, total * (me + 1) / warps};
+  Walk walk{0, 0, 0, 0, false, total * me / warps, total * (me + 1) / warps};
   walk.find(p, prefix);
   uint8_t* units = shared + warp * UNITS * kUnit;
-  Ring<FP4, D, UNITS> ring{p, prefix, units, full, evict_first_policy(), lane, walk, 0, 0, 0};
+  Ring<KIND, D, UNITS> ring{p, prefix, units, full, evict_first_policy(), lane, walk, 0, 0, 0};
   ring.start();
   float acc[D / 16][4] = {};
   uint32_t q[D / 8], P[8];
   for (int used = 0; walk.at < walk.high;) {
     walk.enter(p, prefix);
-    load_query<D>(p, walk.b, walk.head, lane, q);
+    load_query<KIND, D>(p, walk.b, walk.head, lane, q);
     int length = min(p.lengths[walk.b], p.max_pages * kPage);
     int start = p.window > 0 ? max(length - p.window, 0) : 0;
     Softmax sm{kLow, kLow, 0.0f, 0.0f};
@@ -419,82 +537,88 @@ __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
       float s[4][4];
       int slot = used % UNITS;
       barrier_wait(full + slot, (used / UNITS) & 1);
-      scores<FP4, D>(units + slot * kUnit, lane, q, s);
-      probabilities<FP4, D>(p, units + slot * kUnit, lane, begin, end, s, sm, acc);
+      scores<KIND, D>(units + slot * kUnit, lane, q, s);
+      probabilities<KIND, D>(p, units + slot * kUnit, lane, begin, end, s, sm, acc);
       __syncwarp();
       ring.copy_next();
       used++;
       slot = used % UNITS;
       barrier_wait(full + slot, (used / UNITS) & 1);
-      to_operand<FP4, D>(units + slot * kUnit, lane, begin, end, s, P);
-      values<FP4, D>(units + slot * kUnit, lane, begin, end, P, acc);
+      to_operand<KIND, D>(units + slot * kUnit, lane, begin, end, s, P);
+      if constexpr (KIND == kNvfp4) convert_scales<D>(units + slot * kUnit, lane, scales);
+      values<KIND, D>(units + slot * kUnit, scales, lane, begin, end, P, acc);
       __syncwarp();
       ring.copy_next();
       used++;
     }
-    write_partial<D>(p, me + walk.b * head_tiles(p) + walk.head, lane, sm, acc,
-                     FP4 ? 65536.0f : 1.0f);
+    finish<KIND, D>(p, walk, me, lane, sm, acc);
   }
 }
 
-// One block a (sequence, head tile): the partial results of all warps that shared it.
+// Adds up the partial results of the (sequence, head tile)s that several warps shared, and gives
+// zeros where there are no tokens. `splits` blocks a tile: a warp takes one head, and every
+// splits-th partial result of it.
 template <int D>
-__global__ void __launch_bounds__(2 * D) merge(const Args p) {
-  __shared__ int sums[2];
-  int heads = head_tiles(p), tiles = (p.group + 7) / 8;
-  int b = blockIdx.x / heads, head = blockIdx.x % heads;
-  if (threadIdx.x < 2) sums[threadIdx.x] = 0;
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.batch; i += 2 * D) {
-    int count = page_count(p, i);
-    atomicAdd(&sums[1], count);
-    if (i < b) atomicAdd(&sums[0], count);
-  }
-  __syncthreads();
-  int count = page_count(p, b), h = threadIdx.x / (D / 4), d = threadIdx.x % (D / 4) * 4;
-  int row = head % tiles * 8 + h;
-  if (row >= p.group) return;
-  size_t at = ((size_t)b * p.kv_heads + head / tiles) * p.group + row;
-  float m = kLow, l = 0.0f;
-  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+__global__ void __launch_bounds__(256) merge(const Args p, int splits) {
+  constexpr int N = D / 32;  // dimensions a lane
+  __shared__ float sums[8][D];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int heads = head_tiles(p), tiles = (p.group + 7) / 8, tile = blockIdx.x / splits;
+  int b = tile / heads, head = tile % heads, part = warp % splits;
+  int h = blockIdx.x % splits * (8 / splits) + warp / splits, row = head % tiles * 8 + h;
+  int count = p.prefix[b + 1] - p.prefix[b];
+  float weight = 0.0f, m = kLow, l = 0.0f, sum[N] = {};
   if (count > 0) {
-    long long total = (long long)sums[1] * heads;
-    long long first = (long long)sums[0] * heads + (long long)head * count;
+    long long total = (long long)p.prefix[p.batch] * heads;
+    long long first = (long long)p.prefix[b] * heads + (long long)head * count;
     int warps = used_warps(p, total);
     int w0 = (int)(((first + 1) * warps - 1) / total);
     int w1 = (int)(((first + count) * warps - 1) / total);
-    const float2* ml = p.partial_ml + (size_t)(blockIdx.x) * 8 + h;
-    for (int w = w0; w <= w1; w++) m = fmaxf(m, ml[w * 8].x);
-    float extra = p.sink ? p.sink[head / tiles * p.group + row] * 1.4426950408889634f : kLow;
-    m = fmaxf(m, extra);
-    l = p.sink ? exp2f(extra - m) : 0.0f;
-    for (int w = w0; w <= w1; w++) {
-      float2 part = ml[w * 8];
-      float weight = exp2f(part.x - m);
-      float4 o = *reinterpret_cast<const float4*>(
-          p.partial + ((size_t)(w + blockIdx.x) * 8 + h) * D + d);
-      l += weight * part.y;
-      sum.x += weight * o.x; sum.y += weight * o.y;
-      sum.z += weight * o.z; sum.w += weight * o.w;
+    if (w0 == w1) return;  // that warp wrote the result
+    const float2* ml = p.partial_ml + (size_t)tile * 8 + h;
+    for (int w = w0 + lane; w <= w1; w += 32) m = fmaxf(m, ml[w * 8].x);
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+    for (int w = w0 + lane; w <= w1; w += 32) l += exp2f(ml[w * 8].x - m) * ml[w * 8].y;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) l += __shfl_xor_sync(~0u, l, d);
+#pragma unroll 4
+    for (int w = w0 + part; w <= w1; w += splits) {
+      float mine = exp2f(ml[w * 8].x - m);
+      const float* o = p.partial + ((size_t)(w + tile) * 8 + h) * D + lane * N;
+#pragma unroll
+      for (int i = 0; i < N; i++) sum[i] += mine * o[i];
     }
   }
-  float inverse = l > 0.0f || l != l ? 1.0f / l : 0.0f;
-  __nv_bfloat162* out = reinterpret_cast<__nv_bfloat162*>(p.out + at * D + d);
-  out[0] = __floats2bfloat162_rn(sum.x * inverse, sum.y * inverse);
-  out[1] = __floats2bfloat162_rn(sum.z * inverse, sum.w * inverse);
+  size_t of_all = (size_t)(head / tiles) * p.group + row;
+  if (count > 0 && row < p.group) l = inverse_total(p, of_all, m, l, weight);
+#pragma unroll
+  for (int i = 0; i < N; i++) sums[warp][lane * N + i] = sum[i];
+  __syncthreads();
+  if (part || row >= p.group) return;
+  __nv_bfloat16* out = p.out + ((size_t)b * p.kv_heads * p.group + of_all) * D + lane * N;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    float all = 0.0f;
+    for (int w = 0; w < splits; w++) all += sums[warp + w][lane * N + i];
+    out[i] = __float2bfloat16_rn(all * l * weight);
+  }
 }
 
-template <int FP4, int D, int WARPS, int UNITS>
+template <int KIND, int D, int WARPS, int UNITS>
 cudaError_t launch(Args args, cudaStream_t stream) {
-  constexpr int shared = WARPS * UNITS * (Unit<FP4, D>::kBytes + 8) + (kMaxBatch + 1) * 4;
-  auto kernel = paged_attention<FP4, D, WARPS, UNITS>;
+  constexpr int shared = WARPS * (UNITS * (Unit<KIND, D>::kBytes + 8) + kScaleBytes<KIND, D>) +
+                         (kMaxBatch + 1) * 4;
+  static_assert(shared <= 227 * 1024 - 256 && WARPS * UNITS % 2 == 0, "shared memory");
+  auto kernel = paged_attention<KIND, D, WARPS, UNITS>;
   static cudaError_t ready =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (ready != cudaSuccess) return ready;
   int blocks = args.warps / WARPS;
   kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
-  int heads = args.kv_heads * ((args.group + 7) / 8);
-  merge<D><<<args.batch * heads, 2 * D, 0, stream>>>(args);
+  int tiles = args.batch * args.kv_heads * ((args.group + 7) / 8), splits = 1;
+  while (splits < 8 && splits * 4 * tiles <= args.warps) splits *= 2;
+  merge<D><<<tiles * splits, 256, 0, stream>>>(args, splits);
   return cudaGetLastError();
 }
 
@@ -503,17 +627,18 @@ cudaError_t launch(Args args, cudaStream_t stream) {
 // --- the call from XLA ------------------------------------------------------------------
 
 struct Variant {
-  int fp4, head_size, warps;
+  int kind, head_size, warps;
   cudaError_t (*launch)(trace_jax::Args, cudaStream_t);
 };
 
-#define VARIANT(fp4, head_size, warps, units) \
-  {fp4, head_size, warps, trace_jax::launch<fp4, head_size, warps, units>}
+#define VARIANT(kind, head_size, warps, units) \
+  {trace_jax::kind, head_size, warps, trace_jax::launch<trace_jax::kind, head_size, warps, units>}
 
 static const Variant kVariants[] = {
-    VARIANT(1, 128, 16, 3), VARIANT(1, 128, 12, 4), VARIANT(1, 128, 12, 3), VARIANT(1, 128, 8, 5),
-    VARIANT(0, 128, 4, 3),  VARIANT(0, 128, 6, 2),  VARIANT(1, 64, 16, 5),  VARIANT(1, 256, 8, 3),
-    VARIANT(0, 64, 8, 3),   VARIANT(0, 256, 2, 3),  VARIANT(1, 128, 14, 3),
+    VARIANT(kNvfp4, 128, 12, 3), VARIANT(kNvfp4, 128, 14, 3), VARIANT(kNvfp4, 128, 8, 5),
+    VARIANT(kBf16, 128, 4, 3),   VARIANT(kNvfp4, 64, 16, 4),  VARIANT(kNvfp4, 256, 6, 3),
+    VARIANT(kBf16, 64, 8, 3),    VARIANT(kBf16, 256, 2, 3),   VARIANT(kFp8, 128, 8, 3),
+    VARIANT(kFp8, 64, 12, 4),    VARIANT(kFp8, 256, 4, 3),
 };
 
 static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages,
@@ -521,7 +646,8 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
                                  ffi::Buffer<ffi::BF16> query, ffi::Buffer<ffi::F32> sink,
                                  ffi::Result<ffi::Buffer<ffi::BF16>> out,
                                  ffi::Result<ffi::Buffer<ffi::F32>> partial,
-                                 ffi::Result<ffi::Buffer<ffi::F32>> partial_ml, int64_t variant,
+                                 ffi::Result<ffi::Buffer<ffi::F32>> partial_ml,
+                                 ffi::Result<ffi::Buffer<ffi::S32>> prefix, int64_t variant,
                                  int64_t kv_heads, int64_t window, int64_t warps, float scale) {
   trace_jax::Args args{};
   args.pages = pages.typed_data();
@@ -531,6 +657,7 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
   args.sink = sink.element_count() ? sink.typed_data() : nullptr;
   args.partial = partial->typed_data();
   args.partial_ml = reinterpret_cast<float2*>(partial_ml->typed_data());
+  args.prefix = prefix->typed_data();
   args.out = reinterpret_cast<__nv_bfloat16*>(out->typed_data());
   args.batch = static_cast<int>(query.dimensions()[0]);
   args.kv_heads = static_cast<int>(kv_heads);
@@ -538,11 +665,11 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
   args.max_pages = static_cast<int>(table.dimensions()[1]);
   args.window = static_cast<int>(window);
   args.warps = static_cast<int>(warps);
-  args.scale = scale * 1.4426950408889634f;
+  args.scale = scale * trace_jax::kLog2e;
   if (variant < 0 || variant >= static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant)))
     return ffi::Error::InvalidArgument("paged_attention: no such variant");
   if (args.batch > trace_jax::kMaxBatch)
-    return ffi::Error::InvalidArgument("paged_attention: batch above 1024");
+    return ffi::Error::InvalidArgument("paged_attention: batch above 4096");
   cudaError_t error = kVariants[variant].launch(args, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(error));
   return ffi::Error::Success();
@@ -559,6 +686,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_paged_attention, PagedAttention,
                                   .Ret<ffi::Buffer<ffi::BF16>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<int64_t>("variant")
                                   .Attr<int64_t>("kv_heads")
                                   .Attr<int64_t>("window")

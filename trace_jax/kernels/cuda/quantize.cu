@@ -5,6 +5,7 @@
 // scale and the midpoints between codes (at most 7 significant bits, so exact in BF16), which
 // is the same as rounding the quotient, since values have only 8 bits themselves.
 #include "common.cuh"
+#include "nvfp4.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -63,25 +64,6 @@ __device__ __forceinline__ uint32_t codes_of(uint32_t pair, const uint32_t* midd
   return (sum & 0x00070007u) | ((pair >> 12) & 0x00080008u);
 }
 
-// The scale byte (E4M3) of a block and its value.
-__device__ __forceinline__ uint32_t block_scale(float amax, float outer, float& value) {
-  if (outer != outer) { value = outer; return 0x7F; }
-  float raw = fminf(fmaxf(__fdiv_rn(amax / outer, 6.0f), 0.001953125f), 448.0f);
-  uint16_t byte;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(byte) : "f"(0.0f), "f"(raw));
-  uint32_t half2;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half2) : "h"(byte));
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)(half2 & 0xFFFF)));
-  return byte & 0xFF;
-}
-
-// The power of two at or above amax / (6 * 448), at least 2^-117; NaN if amax is not finite.
-__device__ __forceinline__ float outer_scale(float amax) {
-  if (!(amax < __int_as_float(0x7F800000))) return __int_as_float(0x7FC00000);
-  float raw = fmaxf(__fdiv_rn(amax, 2688.0f), 6.018531076210112e-36f);
-  return __uint_as_float((__float_as_uint(raw) + 0x7FFFFFu) & 0xFF800000u);
-}
-
 // BLOCKS: 16-element blocks a lane; lane l has blocks l, l + 32, ...
 template <int BLOCKS>
 __global__ void __launch_bounds__(256) quantize(const Args p) {
@@ -131,10 +113,7 @@ __global__ void __launch_bounds__(256) quantize(const Args p) {
         uint32_t c = codes_of(x[i][h * 4 + j], middle);
         word[h] |= ((c & 15) | (c >> 12)) << (8 * j);
       }
-      uint32_t m = word[h] & 0x11111111u;  // eight bits, one a nibble, to one byte
-      m = (m | m >> 3) & 0x03030303u;
-      m = (m | m >> 6) & 0x000F000Fu;
-      bits |= ((m | m >> 12) & 0xFF) << (8 * h);
+      bits |= mantissa_byte(word[h]) << (8 * h);
     }
     size_t at = (size_t)row * blocks + b;
     p.packed[at] = make_uint2(word[0], word[1]);

@@ -1,6 +1,6 @@
 """Where codes and log-probs part, plan by plan, when the rollout engine is a foreign one.
 
-python -m experiments.engine_noise.study --run=runs/quickstart-.../trace
+python -m experiments.foreign_engine.plans --run=runs/quickstart-.../trace
 
 One trained policy; one rollout a noise level, recorded whole; the trainer's forward under
 each plan is compared with it. No training happens here.
@@ -22,7 +22,7 @@ from trace_jax.ledger import code_ledger
 from trace_jax.loop import Trainer
 from trace_jax.model.transformer import Guidance
 from trace_jax.rl.learner import response_window
-from trace_jax.rl.losses import chunked_logprobs
+from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.rl.mismatch import logprob_ledger
 from trace_jax.rollout import Engine, EngineConfig
 from trace_jax.rollout.sampling import request_keys
@@ -30,7 +30,7 @@ from trace_jax.rollout.sampling import request_keys
 RUN = flags.DEFINE_string("run", None, "Run folder of a trained policy.")
 NOISE = flags.DEFINE_list("noise", ["0", "0.01"], "Relative noise levels.")
 OUT = flags.DEFINE_string(
-    "out", "experiments/engine_noise/results.jsonl", "Result file; replaced."
+    "out", "experiments/foreign_engine/plans.jsonl", "Result file; replaced."
 )
 PAPER = ("expert_in", "k", "v")
 HALF, REST = "last:0.5", "first:0.5"
@@ -183,7 +183,7 @@ def main():
     out.unlink(missing_ok=True)
     for row in rows:
         results.append_row(out, row)
-    results.replace_section(out.parent / "README.md", "table", table(rows))
+    results.replace_section(out.parent / "README.md", "plans", table(rows))
     print(table(rows))
     cli.print_json({"results": str(out), "rows": len(rows)})
 

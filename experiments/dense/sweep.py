@@ -1,0 +1,15 @@
+"""Is a dense model any different? See README.md."""
+
+from experiments.studies import study
+
+OVERRIDES = (
+    ("rollout.engine_noise", 0.01),
+    ("model.num_experts", 0),
+    ("model.top_k", 0),
+    ("model.expert_dim", 1024),
+)
+ROWS = [(m, m, {}) for m in ("bf16", "naive", "qat", "trace", "trace_codes", "trace_all")]
+
+
+def get_config():
+    return study("configs/study_50m.py", ROWS, overrides=OVERRIDES)

@@ -1,0 +1,39 @@
+// The codec's scale rules on the GPU, bit for bit: block scales, power-of-two outer scales.
+#pragma once
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace trace_jax {
+
+__device__ __forceinline__ uint32_t e4m3_byte(float x) {
+  uint16_t byte;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(byte) : "f"(0.0f), "f"(x));
+  return byte & 0xFF;
+}
+
+// The scale byte (E4M3) of a block and its value.
+__device__ __forceinline__ uint32_t block_scale(float amax, float outer, float& value) {
+  if (outer != outer) { value = outer; return 0x7F; }
+  uint16_t byte = e4m3_byte(fminf(fmaxf(__fdiv_rn(amax / outer, 6.0f), 0.001953125f), 448.0f));
+  uint32_t half2;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half2) : "h"(byte));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)(half2 & 0xFFFF)));
+  return byte;
+}
+
+// The power of two at or above amax / (6 * 448), at least 2^-117; NaN if amax is not finite.
+__device__ __forceinline__ float outer_scale(float amax) {
+  if (!(amax < __int_as_float(0x7F800000))) return __int_as_float(0x7FC00000);
+  float raw = fmaxf(__fdiv_rn(amax, 2688.0f), 6.018531076210112e-36f);
+  return __uint_as_float((__float_as_uint(raw) + 0x7FFFFFu) & 0xFF800000u);
+}
+
+// The mantissa bits of eight codes, one a nibble, as one byte.
+__device__ __forceinline__ uint32_t mantissa_byte(uint32_t codes) {
+  uint32_t m = codes & 0x11111111u;
+  m = (m | m >> 3) & 0x03030303u;
+  m = (m | m >> 6) & 0x000F000Fu;
+  return (m | m >> 12) & 0xFF;
+}
+
+}  // namespace trace_jax

@@ -1,0 +1,155 @@
+"""Keys and values in pages: where a decode program appends and what it attends to.
+
+A pool holds pages of tokens of one layer; a table names the pages of each sequence, in
+order. `KVPlane` pools take any format and run anywhere; `KVPages` pools hold the layout
+of the GPU and TPU kernels. Either way what is attended to is what was stored.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from trace_jax.fp4 import LayerPrecision
+from trace_jax.kernels import kv_attention, kv_pages
+from trace_jax.kernels.kv_append import append
+from trace_jax.kernels.kv_pages import KVPages
+from trace_jax.kernels.kv_units import KV_FORMAT
+from trace_jax.model.attention import KVPlane, attend, decode_plane, empty_plane, visible
+from trace_jax.model.config import ModelConfig
+
+
+def empty_pool(
+    config: ModelConfig, precision: LayerPrecision, pages: int, page: int, kernel: bool
+) -> dict[str, KVPlane] | KVPages:
+    """An empty pool of one layer.
+
+    Args:
+      pages, page: pages, and tokens of each.
+      kernel: in the kernels' layout.
+
+    Raises:
+      ValueError: attention that has no pages; formats, page or head size that the kernels'
+        layout does not take.
+    """
+    if config.latent.kv_rank or config.full_attention_every != 1:
+        raise ValueError(
+            "KV pages hold keys and values of grouped queries in every layer; write an engine "
+            "without pages (rollout.Engine) for latent or linear attention"
+        )
+    if not kernel:
+        shape = (pages, page, config.num_kv_heads)
+        return {
+            "k": empty_plane(shape, config.head_dim, precision.k, config.dtype),
+            "v": empty_plane(shape, config.head_dim, precision.v, config.dtype),
+        }
+    reason = kernel_refusal(config, precision, page)
+    if reason is not None:
+        raise ValueError(f"KV pages: {reason}")
+    kind = "bf16" if precision.k is None else "nvfp4"
+    return kv_pages.new_pages(pages, config.num_kv_heads, config.head_dim, kind)
+
+
+def kernel_refusal(config: ModelConfig, precision: LayerPrecision, page: int) -> str | None:
+    """Why the kernels' layout cannot hold a layer's keys and values; None if it can."""
+    if precision.k != precision.v:
+        return "the kernels take one format for keys and values"
+    fmt = precision.k
+    if fmt is not None and fmt.replace(name=KV_FORMAT.name) != KV_FORMAT:
+        return f"the kernels take NVFP4 or BF16, not {fmt.name}"
+    if page != kv_pages.PAGE:
+        return f"the kernels take pages of {kv_pages.PAGE} tokens, not {page}"
+    if config.head_dim not in (64, 128, 256):
+        return f"the kernels take head sizes of 64, 128 or 256, not {config.head_dim}"
+    if config.dtype != "bfloat16":
+        return f"the kernels take BF16 activations, not {config.dtype}"
+    return None
+
+
+@struct.dataclass
+class Pages:
+    """Where the tokens of a forward stand in pages.
+
+    Attributes:
+      table: int32 [B, pages a sequence]; entries past what a sequence has are valid ids.
+      valid: bool [B, S]; other tokens are not stored.
+    """
+
+    table: jax.Array
+    valid: jax.Array
+
+    def step(
+        self, q, new, pool, positions, formats_: LayerPrecision, window, sinks
+    ) -> tuple[jax.Array, dict[str, KVPlane] | KVPages]:
+        """Stores the new keys and values and attends to all that a sequence has.
+
+        Args:
+          q: [B, S, heads, head_dim], rotated.
+          new: "k" and "v": values [B, S, kv_heads, head_dim] as they came, and their
+            stored form.
+          pool: of this layer.
+          positions: int32 [B, S]. With S above 1 and a kernel pool consecutive, from the
+            start of a page on.
+          window: keys a query sees; 0 or None is all. A kernel pool takes a number.
+          sinks: FP32 [heads] or None.
+
+        Returns:
+          [B, S, heads * head_dim] in q's dtype, and the pool.
+        """
+        if not isinstance(pool, KVPages):
+            pool = {name: _write(pool[name], new[name][1], self, positions) for name in "kv"}
+            k, v = (
+                decode_plane(_of_sequence(pool[name], self.table), q.shape[-1], fmt)
+                for name, fmt in (("k", formats_.k), ("v", formats_.v))
+            )
+            return _attend_all(q, k, v, positions, window, sinks), pool
+        k, v = new["k"][0], new["v"][0]
+        if q.shape[1] > 1:
+            pool = _write_whole_pages(pool, self, positions, k, v)
+            k, v = kv_pages.read_pages(pool, self.table)  # [B, pages, kv_heads, page, head_dim]
+            k, v = (x.swapaxes(2, 3) for x in (k, v))
+            k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (k, v))
+            return _attend_all(q, k, v, positions, window, sinks), pool
+        at = jnp.where(self.valid, positions, -1)[:, 0]
+        pool = append(pool, self.table, at, k[:, 0], v[:, 0]).pages
+        out = kv_attention.paged_attention(
+            q[:, 0],
+            pool,
+            self.table,
+            at + 1,
+            scale=q.shape[-1] ** -0.5,
+            window=window or None,
+            sink=sinks,
+        )
+        return out.reshape(out.shape[0], 1, -1), pool
+
+
+def _attend_all(q, k, v, positions, window, sinks):
+    mask = visible(positions, jnp.arange(k.shape[1])[None], window)
+    return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, sinks)
+
+
+def _write(plane: KVPlane, new: KVPlane, where: Pages, positions) -> KVPlane:
+    """`new` [B, S, ...] into its pages; what is not valid goes nowhere."""
+    pages, page = plane.data.shape[:2]
+    index = jnp.minimum(positions // page, where.table.shape[1] - 1)
+    ids = jnp.where(where.valid, jnp.take_along_axis(where.table, index, axis=1), pages)
+    put = lambda old, x: old.at[ids, positions % page].set(x, mode="drop")
+    return jax.tree.map(put, plane, new)
+
+
+def _of_sequence(plane: KVPlane, table) -> KVPlane:
+    """[B, pages a sequence * page, ...]: each sequence's tokens in order."""
+    read = lambda a: a[table].reshape(table.shape[0], -1, *a.shape[2:])
+    return jax.tree.map(read, plane)
+
+
+def _write_whole_pages(pool: KVPages, where: Pages, positions, k, v) -> KVPages:
+    batch, length = positions.shape
+    span = length // kv_pages.PAGE
+    first = positions[:, 0] // kv_pages.PAGE
+    index = first[:, None] + jnp.arange(span)[None]
+    ids = jnp.take_along_axis(where.table, jnp.minimum(index, where.table.shape[1] - 1), axis=1)
+    used = jnp.any(where.valid.reshape(batch, span, kv_pages.PAGE), axis=-1)
+    ids = jnp.where(used, ids, pool.data.shape[0]).reshape(-1)
+    pages = lambda x: x.reshape(batch * span, kv_pages.PAGE, *x.shape[2:])
+    return kv_pages.write_pages(pool, ids, pages(k), pages(v))
