@@ -41,6 +41,7 @@ CONFIG = config_flags.DEFINE_config_file(
 flags.DEFINE_integer("layers", 0, "layers to keep, for a quick look; 0: all")
 flags.DEFINE_integer("steps", 16, "decode steps of a dispatch")
 flags.DEFINE_integer("dispatches", 4, "timed dispatches of a case; the median counts")
+flags.DEFINE_integer("top", 0, "kernels of the profile to print, longest first")
 flags.DEFINE_list("cases", [], "precision:batch:context:regime; default: those of the table")
 flags.DEFINE_string("commit", "", "commit to name in the header; default: ask git")
 flags.DEFINE_string("out", "benchmarks/results/rollout_h200.json", "where to write the results")
@@ -182,7 +183,7 @@ KINDS = (
 def split(folder: str, steps: int, wall: float) -> dict:
     """Milliseconds a step by kind of kernel, from the profiler; the rest is host and gaps."""
     path = next(pathlib.Path(folder).rglob("*.xplane.pb"))
-    names: dict[str, float] = {}
+    names: dict[str, tuple[float, float]] = {}  # milliseconds and launches a step
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         if "GPU" not in plane.name:
             continue
@@ -190,15 +191,15 @@ def split(folder: str, steps: int, wall: float) -> dict:
             if "Stream" not in line.name:
                 continue
             for event in line.events:
-                names[event.name] = names.get(event.name, 0.0) + event.duration_ns / 1e6 / steps
+                ms, count = names.get(event.name, (0.0, 0.0))
+                names[event.name] = ms + event.duration_ns / 1e6 / steps, count + 1 / steps
     out: dict[str, float] = {}
-    for name, ms in names.items():
+    for name, (ms, _) in names.items():
         kind = next((k for k, pattern in KINDS if re.search(pattern, name)), "other kernels")
         out[kind] = out.get(kind, 0.0) + ms
     out["host and gaps"] = wall - sum(out.values())
-    top = sorted(names.items(), key=lambda item: -item[1])[:25]
-    for name, ms in top:
-        print(f"      {ms:8.4f} ms  {name[:100]}")
+    for name, (ms, count) in sorted(names.items(), key=lambda item: -item[1][0])[: FLAGS.top]:
+        print(f"      {ms:8.4f} ms {count:6.1f} x  {name[:100]}")
     return {kind: round(ms, 4) for kind, ms in sorted(out.items(), key=lambda item: -item[1])}
 
 

@@ -16,7 +16,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.attention import Attention, empty_plane
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of, rounded
+from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of, rounded, stored
 from trace_jax.model.moe import MoE
 from trace_jax.model.paged import Pages
 from trace_jax.model.sites import Codes, LayerSpec, SiteInputs, SiteOutputs, Sites
@@ -220,7 +220,7 @@ def apply(
     if valid is None:
         valid = jnp.ones((batch, length), bool)
     layer = DecoderLayer(config)
-    x = rounded(params["embed"], config.dtype)[tokens]
+    x = stored(params["embed"], config.dtype)[tokens]
     windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
     records, routed, balance = [], [], jnp.float32(0.0)
 
@@ -344,7 +344,7 @@ def _merge(records: list[SiteOutputs]):
 
 def unembedding(params: dict, dtype=Dtype) -> jax.Array:
     """[vocab, hidden] in `dtype`."""
-    return rounded(params.get("unembed", params["embed"]), dtype)
+    return stored(params.get("unembed", params["embed"]), dtype)
 
 
 def logits(params: dict, hidden: jax.Array) -> jax.Array:
