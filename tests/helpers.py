@@ -17,6 +17,18 @@ from trace_jax.model import ModelConfig
 from trace_jax.rollout import Engine, EngineConfig
 from trace_jax.rollout.sampling import request_keys
 
+# A byte-level MoE as configurations write it.
+SHAPE = dict(
+    vocab_size=259,
+    num_layers=4,
+    hidden=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    expert_dim=32,
+    num_experts=4,
+    top_k=2,
+)
 LAYERS, VOCAB = 3, 41
 # Neither the head size nor the inner width is a multiple of a block (BR-030).
 MOE = ModelConfig(

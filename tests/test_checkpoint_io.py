@@ -292,18 +292,6 @@ def test_a_tied_export_has_no_unembedding(tmp_path):
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
 
 
-def test_a_killed_export_leaves_no_folder(tmp_path, monkeypatch):
-    config, params = golden_files.checkpoint("llama", "bfloat16")
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint_export, "_write_companions", killed)
-    with pytest.raises(KeyboardInterrupt):
-        trace_jax.save_checkpoint(tmp_path / "out", config, params)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_exports_that_cannot_be_are_refused(tmp_path):
     config, params = golden_files.checkpoint("llama", "bfloat16")
     for format, text in (("mxfp4", "no mxfp4 layout"), ("nvfp9", "no nvfp9 layout")):

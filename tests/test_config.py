@@ -14,22 +14,12 @@ from pathlib import Path
 import jax
 import ml_collections
 import pytest
+from helpers import SHAPE
 
 from trace_jax import model
 from trace_jax.config import Config, ConfigError, default, freeze, to_dict
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = dict(
-    vocab_size=259,
-    num_layers=4,
-    hidden=32,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    expert_dim=32,
-    num_experts=4,
-    top_k=2,
-)
 
 
 def config_with(**settings) -> dict:

@@ -10,96 +10,24 @@ import json
 import os
 import shutil
 import signal
-from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from run_helpers import STEPS, rows_of, share_compiled, shared_learner, tiny
 
 from trace_jax import config as settings
-from trace_jax import evaluate, loop, modes
+from trace_jax import loop, modes
 from trace_jax.checkpoint import CheckpointError
-from trace_jax.config import Config, ConfigError, default, freeze
+from trace_jax.config import Config, ConfigError, freeze
 from trace_jax.loop import Trainer, TrainingStopped, train
 from trace_jax.metrics import read_metrics
 from trace_jax.parallel import make_mesh
-from trace_jax.rl.learner import Learner
-from trace_jax.rollout import Engine, engine
-from trace_jax.warmup import WarmStart
 
-QUICK = {"xla_backend_optimization_level": 0}  # halves the compile time, changes no meaning
-STEPS, LOW = 4, 64
+LOW = 64
 SITES = ("k", "v", "expert_in", "expert_mid")
-
-
-def tiny(mode: str = "trace", **groups) -> Config:
-    """Two layers, four experts; groups of settings by name, such as rl={"steps": 2}."""
-    config = default(
-        vocab_size=259,
-        num_layers=2,
-        hidden=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        expert_dim=32,
-        num_experts=4,
-        top_k=2,
-    )
-    config.mode = mode
-    config.task.datasets = (("chain_sum", 1.0, (("min_terms", 2), ("max_terms", 2))),)
-    config.task.max_prompt, config.task.max_response = 12, 4
-    config.warmup.steps, config.warmup.batch_size = 3, 8
-    config.rl.steps, config.rl.prompts_per_step, config.rl.samples = STEPS, 8, 4
-    config.guidance.layers = "all"
-    config.optim.learning_rate = 1e-2
-    config.eval.problems, config.eval.samples = 8, 2
-    config.ledger.audit_rows = 4
-    config.checkpoint.every = 2
-    for name, values in groups.items():
-        config[name].update(values)
-    return freeze(config)
-
-
-@cache
-def shared_engine(config) -> Engine:
-    built = Engine(config)
-    built._generate = jax.jit(partial(engine._generate, config), compiler_options=QUICK)
-    return built
-
-
-@cache
-def _shared_learner(config, mode) -> Learner:
-    learner = Learner(config, mode)
-    for name, donated in (("update", 0), ("score", ()), ("audit", ())):
-        run = jax.jit(
-            getattr(learner, f"_{name}"), donate_argnums=donated, compiler_options=QUICK
-        )
-        setattr(learner, name, run)
-    return learner
-
-
-def shared_learner(config: Config, mode) -> Learner:
-    """One learner for all configurations that differ in what a learner does not read."""
-    same = dict(mode="bf16", seed=0, data_seed=0, warmup=settings.WarmupConfig())
-    steps = dataclasses.replace(config.rl, steps=0)
-    checkpoint = settings.CheckpointConfig()
-    return _shared_learner(
-        dataclasses.replace(config, rl=steps, checkpoint=checkpoint, **same), mode
-    )
-
-
-@cache
-def _shared_warm_start(config: Config):
-    warm = WarmStart(config)
-    warm.step = jax.jit(warm._step, donate_argnums=0, compiler_options=QUICK)
-    return warm
-
-
-def shared_warm_start(config: Config):
-    rl, checkpoint = dataclasses.replace(config.rl, steps=0), settings.CheckpointConfig()
-    return _shared_warm_start(dataclasses.replace(config, rl=rl, checkpoint=checkpoint))
 
 
 def low_tokens(rollout, prompts, tokenizer, samples):
@@ -113,12 +41,8 @@ def low_tokens(rollout, prompts, tokenizer, samples):
 @pytest.fixture(scope="module", autouse=True)
 def shared():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Engine", shared_engine)
-        patch.setattr(evaluate, "Engine", shared_engine)
-        patch.setattr(loop, "Learner", shared_learner)
-        patch.setattr(loop, "WarmStart", shared_warm_start)
+        share_compiled(patch)
         patch.setattr(loop, "score", low_tokens)
-        patch.setattr(loop, "make_mesh", lambda c: make_mesh(c, jax.devices()[:1]))
         yield
 
 
@@ -153,12 +77,6 @@ def straight(tmp_path_factory, shared):
         seen = Seen(patch)
         result = train(tiny(), folder)
     return folder, result, seen.prompts
-
-
-def rows_of(folder) -> list[dict]:
-    """Metrics without what is measured by the clock."""
-    clock = lambda key: key.startswith("seconds/") or key == "tokens_per_second"
-    return [{k: v for k, v in row.items() if not clock(k)} for row in read_metrics(folder)]
 
 
 def assert_same_run(straight, folder, result, prompts):

@@ -1,22 +1,12 @@
 """Methods by name: what each sets, and that a setting given by hand stays."""
 
 import pytest
+from helpers import SHAPE
 
 from trace_jax import methods
 from trace_jax.config import Config, ConfigError, default, freeze, to_dict
 from trace_jax.rl.losses import ALGORITHMS
 
-SHAPE = dict(
-    vocab_size=259,
-    num_layers=4,
-    hidden=32,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    expert_dim=32,
-    num_experts=4,
-    top_k=2,
-)
 # method: mode, correction, cap, routes replayed
 TABLE = {
     "bf16": ("bf16", "none", 5, True),

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import helpers
 import pytest
 
 from trace_jax import modes
@@ -9,17 +10,7 @@ from trace_jax.config import MODES, Config
 from trace_jax.fp4 import NO_GUIDANCE
 from trace_jax.model import ModelConfig, planned_layers
 
-SHAPE = ModelConfig(
-    vocab_size=259,
-    num_layers=4,
-    hidden=32,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    expert_dim=32,
-    num_experts=4,
-    top_k=2,
-)
+SHAPE = ModelConfig(**helpers.SHAPE)
 CONFIG = Config(model=SHAPE)
 ALL = dict.fromkeys(("expert_weight", "expert_in", "expert_mid", "k", "v"), "nvfp4")
 BF16 = dict.fromkeys(ALL)

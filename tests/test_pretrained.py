@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from chat_checkpoints import EOS, files
 
 import trace_jax
 from experiments import export
@@ -21,7 +22,6 @@ from trace_jax.model.upcycle import upcycle
 from trace_jax.parallel import make_mesh
 from trace_jax.pretrained import export_files, run_params, run_tokenizer, tokenizer_of
 from trace_jax.tasks import ByteTokenizer
-from trace_jax.tasks.chat_tokenizer import ChatTokenizer, byte_level
 
 DENSE = ModelConfig(
     vocab_size=262,
@@ -33,14 +33,6 @@ DENSE = ModelConfig(
     expert_dim=32,
     rope_theta=5000.0,
 )
-TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{{ eos_token }}"
-EOS = (256, 258)
-
-
-def chat_files() -> dict[str, str]:
-    """Byte ids with a template that differs from plain BOS, and two EOS ids."""
-    core = byte_level()._core
-    return ChatTokenizer(core, EOS, TEMPLATE, 257, 256).files()
 
 
 @cache
@@ -51,14 +43,14 @@ def weights():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "dense"
-    return str(trace_jax.save_checkpoint(folder, DENSE, weights(), files=chat_files()))
+    return str(trace_jax.save_checkpoint(folder, DENSE, weights(), files=files()))
 
 
 @pytest.fixture(scope="module")
 def upcycled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "moe"
     config, params = upcycle(DENSE, weights(), 4, 2, jax.random.key(0), noise=0.01)
-    return str(trace_jax.save_checkpoint(folder, config, params, "nvfp4", files=chat_files()))
+    return str(trace_jax.save_checkpoint(folder, config, params, "nvfp4", files=files()))
 
 
 def settings(checkpoint, **groups):
@@ -149,15 +141,15 @@ def test_prompts_go_through_the_template_and_every_eos_counts(checkpoint, tmp_pa
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     small = dataclasses.replace(DENSE, vocab_size=258)
     params = model.init(small, jax.random.key(0))
-    folder = trace_jax.save_checkpoint(tmp_path / "out", small, params, files=chat_files())
+    folder = trace_jax.save_checkpoint(tmp_path / "out", small, params, files=files())
     with pytest.raises(ConfigError, match="tokenizer has 259 ids and its model 258"):
         run_tokenizer(freeze(settings(str(folder))))
 
 
 def test_a_checkpoint_without_a_template_reads_plain_text(tmp_path):
-    files = chat_files()
-    del files["chat_template.jinja"]
-    for name, text in files.items():
+    plain = files()
+    del plain["chat_template.jinja"]
+    for name, text in plain.items():
         (tmp_path / name).write_text(text)
     assert tokenizer_of(tmp_path).prompt_ids("hi") == list(b"hi")
 
@@ -175,15 +167,15 @@ def test_byte_tokens_survive_their_files(tmp_path):
 
 
 def test_export_files_keep_what_the_checkpoint_says_and_add_every_eos(tmp_path):
-    for name, text in chat_files().items():
+    for name, text in files().items():
         (tmp_path / name).write_text(text)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     (tmp_path / "config.json").write_text('{"eos_token_id": [256, 258]}')
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 77}')
-    files = export_files(tmp_path)
-    generation = json.loads(files["generation_config.json"])
+    exported = export_files(tmp_path)
+    generation = json.loads(exported["generation_config.json"])
     assert generation["temperature"] == 0.6 and generation["eos_token_id"] == [256, 258]
-    assert json.loads(files["tokenizer_config.json"]) == {"model_max_length": 77}
+    assert json.loads(exported["tokenizer_config.json"]) == {"model_max_length": 77}
 
 
 # --- the whole way -------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from trace_jax.config import default
 
 def get_config():
     config = default(
-        vocab_size=259, num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8,
+        vocab_size=259, num_layers=2, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8,
         expert_dim=16,
     )
     config.task.datasets = (("spell_backward", 1.0, (("min_word_len", 3), ("max_word_len", 4))),)
@@ -226,7 +226,7 @@ def test_a_sweep_that_is_killed_goes_on_and_fills_its_page(folder):
         assert len(row["reward_curve"]) == len(row["entropy_curve"]) == 2
         assert row["hardware"].endswith("(cpu)") and row["jax"] and row["git_commit"]
         assert "experiments.train" in row["command"] and f"seed={row['seed']}" in row["command"]
-        assert row["guidance_bytes_per_token"] == (0 if row["label"] == "plain" else 9.0)
+        assert (row["guidance_bytes_per_token"] > 0) == (row["label"] == "guided")
         parts = {"sync", "prompts", "rollout", "reward", "ledger", "train"}
         assert all(row[f"seconds_{part}"] > 0 for part in parts)
     assert json.loads(out.splitlines()[-1]) == {"results": str(path), "rows": 4, "failed": []}

@@ -20,7 +20,8 @@ from trace_jax.model import ModelConfig, planned_layers
 from trace_jax.model.checkpoint_io import checkpoint_config
 from trace_jax.rl.corrections import KINDS
 from trace_jax.rl.losses import ALGORITHMS
-from trace_jax.tasks import ByteTokenizer
+from trace_jax.tasks import ENVIRONMENTS, TASK_KINDS, ByteTokenizer
+from trace_jax.tasks.multiturn import MAX_TURNS
 
 MODES = ("bf16", "naive", "post_hoc", "qat", "w4a16", "quads", "trace")
 
@@ -36,11 +37,26 @@ def require(ok: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """Problems. `datasets` rows are (reasoning_gym name, weight, ((parameter, value), ...))."""
+    """Problems.
 
+    `kind` is "reasoning" (reasoning_gym), gsm8k, math_dataset, jsonl, lbpp, human_eval,
+    coding_jsonl or examples (code), or an environment of several turns: key_maze, tools,
+    frozen_lake, taxi. `params` holds its ((parameter, value), ...), see tasks.sources;
+    `datasets` rows are (reasoning_gym name, weight, ((parameter, value), ...)).
+    """
+
+    kind: str = "reasoning"
+    params: tuple = ()
     datasets: tuple = (("chain_sum", 1.0, (("min_terms", 2), ("max_terms", 2))),)
     max_prompt: int = 32  # tokens, BOS included; longer prompts are dropped and counted
-    max_response: int = 16  # tokens, EOS included
+    max_response: int = 16  # tokens of all that follows the prompt, every EOS included
+    turns: int = 8  # answers an episode may have; environments only, as the next two
+    turn_tokens: int = 16  # tokens of an answer, EOS included
+    observation_tokens: int = 64  # longer observations are cut and counted
+
+    @property
+    def multiturn(self) -> bool:
+        return self.kind in ENVIRONMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,6 +345,9 @@ def _choice(path: str, value: str, choices) -> None:
 _AT_LEAST = {
     "task.max_prompt": 2,
     "task.max_response": 1,
+    "task.turns": 1,
+    "task.turn_tokens": 1,
+    "task.observation_tokens": 1,
     "warmup.steps": 0,
     "warmup.batch_size": 1,
     "rl.steps": 0,
@@ -410,19 +429,41 @@ def _validate(c: Config) -> None:
         c.ledger.audit_rows <= c.rows,
         f"ledger.audit_rows is {c.ledger.audit_rows}; write at most the {c.rows} rows of a rollout",
     )
-    for row in c.task.datasets:
+    _validate_task(c.task)
+    _validate_numerics(c)
+
+
+def _validate_task(task: TaskConfig) -> None:
+    _choice("task.kind", task.kind, TASK_KINDS)
+    require(
+        _is_params(task.params),
+        f"task.params is {task.params!r}; write ((parameter, value), ...)",
+    )
+    for row in task.datasets:
         require(
             _is_dataset(row),
             f"task.datasets has the row {row!r}; write (name, weight, ((parameter, value), ...))",
         )
-    _validate_numerics(c)
+    require(
+        task.turns <= MAX_TURNS, f"task.turns is {task.turns}; write {MAX_TURNS} or less"
+    )
+    require(
+        not task.multiturn or task.turn_tokens <= task.max_response,
+        f"task.max_response is {task.max_response}; write task.turn_tokens = {task.turn_tokens} "
+        "or more",
+    )
+
+
+def _is_params(pairs) -> bool:
+    return isinstance(pairs, tuple) and all(
+        isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in pairs
+    )
 
 
 def _is_dataset(row) -> bool:
-    if not (isinstance(row, tuple) and len(row) == 3 and isinstance(row[2], tuple)):
+    if not (isinstance(row, tuple) and len(row) == 3 and _is_params(row[2])):
         return False
-    pairs = all(isinstance(p, tuple) and len(p) == 2 and isinstance(p[0], str) for p in row[2])
-    return isinstance(row[0], str) and isinstance(row[1], int | float) and pairs
+    return isinstance(row[0], str) and isinstance(row[1], int | float)
 
 
 def _validate_numerics(c: Config) -> None:

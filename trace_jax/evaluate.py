@@ -7,10 +7,10 @@ import numpy as np
 from trace_jax import sync
 from trace_jax.config import Config
 from trace_jax.fp4 import LayerPrecision
-from trace_jax.parallel import shard_rows
+from trace_jax.play import Player, engine_shape
 from trace_jax.rollout import Engine, EngineConfig
 from trace_jax.rollout.sampling import request_keys
-from trace_jax.scoring import make_prompts, problem_set, score
+from trace_jax.scoring import episode_rewards, first_problems, make_prompts, problem_set, score
 from trace_jax.tasks.tokenizer import Tokenizer
 
 EVAL_SEED = 7919  # keys of evaluation; training uses config.seed
@@ -27,20 +27,18 @@ class Evaluator:
     ):
         self.config, self.mesh, self.tokenizer = config, mesh, tokenizer
         count = config.eval.problems
-        problems = problem_set(config, "heldout")
-        self.prompts = make_prompts(
-            [problems.problem(i) for i in range(count)], self.tokenizer, config
-        )
+        problems = first_problems(problem_set(config, "heldout"), count)
+        self.prompts = make_prompts(problems, self.tokenizer, config)
         self.engine = Engine(
             EngineConfig(
                 config.model,
                 precision,
                 self.tokenizer.eos_ids,
-                config.task.max_response,
-                samples=config.eval.samples,
                 temperature=config.rollout.temperature,
+                **engine_shape(config, config.eval.samples),
             )
         )
+        self.player = Player(config, self.engine, tokenizer, config.eval.samples, mesh)
         self.sync = jax.jit(lambda params: sync.to_rollout(params, precision))
 
     def __call__(self, params) -> dict[str, float]:
@@ -52,9 +50,11 @@ class Evaluator:
             jnp.repeat(jnp.arange(count), samples),
             jnp.tile(jnp.arange(samples), count),
         )
-        prompts = shard_rows((self.prompts.tokens, self.prompts.lengths, keys), self.mesh)
-        rollout = self.engine(self.sync(params), *prompts)
-        rewards, valid = score(rollout, self.prompts, self.tokenizer, samples)
+        played = self.player(self.sync(params), self.prompts, keys)
+        if played.transcripts is None:
+            rewards, valid = score(played.rollout, self.prompts, self.tokenizer, samples)
+        else:
+            rewards, valid = episode_rewards(played.transcripts, self.prompts, samples)
         sources = np.array([p.source for p in self.prompts.problems])
         result = {"accuracy": _mean(rewards[valid])}
         for source in sorted(set(sources)):

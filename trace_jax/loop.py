@@ -20,14 +20,14 @@ from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
+from trace_jax.play import Played, Player, engine_shape, episode_counts
 from trace_jax.pretrained import run_params, run_tokenizer
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
 from trace_jax.rollout import Engine, EngineConfig, Rollout
 from trace_jax.rollout.sampling import request_keys
 from trace_jax.runs import create_run_dir
-from trace_jax.scoring import make_prompts, problem_set, score
-from trace_jax.tasks import batch_indices
+from trace_jax.scoring import choose, episode_rewards, make_prompts, problem_set, score
 from trace_jax.warmup import WarmStart, encode_examples
 
 
@@ -99,23 +99,25 @@ class Actor:
                 model=config.model,
                 precision=mode.rollout,
                 eos_ids=self.tokenizer.eos_ids,
-                max_response=config.task.max_response,
-                samples=config.rl.samples,
                 temperature=config.rollout.temperature,
                 plan=mode.plan,
                 audit_rows=config.ledger.audit_rows,
                 noise=config.rollout.engine_noise,
+                **engine_shape(config, config.rl.samples),
             )
         )
+        self.player = Player(config, self.engine, self.tokenizer, config.rl.samples, mesh)
         self.sync = jax.jit(lambda params: sync.to_rollout(params, mode.rollout))
 
     def prompts(self, step: int):
         count = self.config.rl.prompts_per_step
-        chosen = batch_indices(step, count, self.config.data_seed)
-        problems = [self.problems.problem(i) for i in chosen]
+        problems = choose(self.problems, step, count, self.config.data_seed)
         return make_prompts(problems, self.tokenizer, self.config)
 
     def generate(self, params, prompts, step: int, version) -> Rollout:
+        return self.play(params, prompts, step, version).rollout
+
+    def play(self, params, prompts, step: int, version) -> Played:
         """`params` are rollout parameters. Samples depend on (seed, step, prompt, sample)."""
         samples = self.config.rl.samples
         slots = np.arange(len(prompts.problems), dtype=np.int32)
@@ -125,9 +127,18 @@ class Actor:
             jnp.repeat(slots, samples),
             jnp.tile(jnp.arange(samples, dtype=jnp.int32), len(slots)),
         )
-        tokens, lengths, keys = shard_rows((prompts.tokens, prompts.lengths, keys), self.mesh)
         noise_seed = (self.config.seed * 1_000_003 + step) % 2**31
-        return self.engine(params, tokens, lengths, keys, version=version, noise_seed=noise_seed)
+        return self.player(params, prompts, keys, version=version, noise_seed=noise_seed)
+
+    def judge(self, played: Played, prompts):
+        """Rewards FP32 [P, samples], valid bool [P, samples], and what to count."""
+        samples = self.config.rl.samples
+        if played.transcripts is None:
+            return *score(played.rollout, prompts, self.tokenizer, samples), {}
+        return (
+            *episode_rewards(played.transcripts, prompts, samples),
+            episode_counts(played.transcripts),
+        )
 
 
 class Trainer:
@@ -196,7 +207,7 @@ class Trainer:
 
         def sampled(params):
             keys = jax.random.split(jax.random.key(0), self.config.rows)
-            rollout = self.actor.engine(params, prompts.tokens, prompts.lengths, keys)
+            rollout = self.actor.engine(params, *self.actor.player.opening(prompts), keys)
             return first_rows(rollout, self.config.ledger.audit_rows)
 
         like = jax.eval_shape(lambda p: sampled(self.actor.sync(p)), train.params)
@@ -214,10 +225,11 @@ class Trainer:
         with clock.part("prompts"):
             prompts = self.actor.prompts(step)
         with clock.part("rollout") as ready:
-            rollout = self.actor.generate(params, prompts, step, train.version)
+            played = self.actor.play(params, prompts, step, train.version)
+            rollout = played.rollout
             ready(rollout)
         with clock.part("reward"):
-            rewards, valid = score(rollout, prompts, self.actor.tokenizer, c.rl.samples)
+            rewards, valid, counts = self.actor.judge(played, prompts)
         with clock.part("ledger") as ready:
             codes = self.code_ledger(
                 rollout, *self.learner.audit(train.params, rollout, train.version)
@@ -240,6 +252,7 @@ class Trainer:
         metrics |= stats
         metrics |= {f"seconds/{part}": s for part, s in seconds.items()}
         metrics |= {
+            **{f"rollout/{k}": v for k, v in counts.items()},
             "rollout/dropped_prompts": prompts.dropped,
             "rollout/unscored": int((~valid).sum()) - prompts.dropped * c.rl.samples,
             "rollout/finished": float(rollout.finished.mean()),
@@ -316,8 +329,8 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
         ProgressLine(w.steps, first, "warm start", stream=stream) as progress,
     ):
         for step in range(first, w.steps):
-            chosen = batch_indices(step, w.batch_size, config.data_seed)
-            examples = encode_examples([problems.problem(i) for i in chosen], tokenizer, config)
+            chosen = choose(problems, step, w.batch_size, config.data_seed)
+            examples = encode_examples(chosen, tokenizer, config)
             state, metrics = warm.step(state, *shard_rows(examples, trainer.mesh))
             if (step + 1) % max(w.steps // 10, 1) == 0:
                 progress.update(step, jax.device_get(metrics))

@@ -13,7 +13,8 @@ from trace_jax.config import Config
 from trace_jax.modes import bf16_precision
 from trace_jax.rl.learner import TrainState, apply_gradients, new_state
 from trace_jax.rl.logprobs import chunked_logprobs
-from trace_jax.tasks import Problem, encode_answer, encode_prompt
+from trace_jax.scoring import budget
+from trace_jax.tasks import Problem, demonstration, encode_answer, encode_prompt
 from trace_jax.tasks.problems import stable_hash
 
 
@@ -27,13 +28,14 @@ def optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def spoiled(problem: Problem, share: float) -> Problem:
-    """The problem as an unreliable teacher answers it: in `share` of the cases its words (of a
-    one-word answer, its letters) come in reverse order. Which ones is a matter of its index.
+    """The problem as an unreliable teacher answers it: in `share` of the cases its lines or words
+    (of a one-word answer, its letters) come in reverse order. Which ones is a matter of its index.
     """
     if stable_hash("spoiled", problem.index) / 2**64 >= share:
         return problem
-    words = problem.answer.split()
-    answer = " ".join(reversed(words)) if len(words) > 1 else problem.answer[::-1]
+    words = problem.answer.split("\n") if "\n" in problem.answer else problem.answer.split()
+    between = "\n" if "\n" in problem.answer else " "
+    answer = between.join(reversed(words)) if len(words) > 1 else problem.answer[::-1]
     return dataclasses.replace(problem, answer=answer)
 
 
@@ -47,12 +49,17 @@ def encode_examples(problems, tokenizer, config: Config) -> tuple[np.ndarray, np
     tokens = np.full((len(problems), config.max_length), tokenizer.pad_id, np.int32)
     mask = np.zeros(tokens.shape, bool)
     for i, problem in enumerate(problems):
-        prompt, answer = encode_prompt(problem, tokenizer), encode_answer(problem, tokenizer)
-        if len(prompt) > task.max_prompt or len(answer) > task.max_response:
+        prompt = encode_prompt(problem, tokenizer)
+        if len(prompt) > task.max_prompt:
             continue
-        end = len(prompt) + len(answer)
-        tokens[i, :end] = prompt + answer
-        mask[i, len(prompt) : end] = True
+        if task.multiturn:
+            shown = demonstration(problem, tokenizer, budget(task, len(prompt)))
+            ids, learnt = shown.ids, shown.mask
+        else:
+            answer = encode_answer(problem, tokenizer)
+            ids, learnt = prompt + answer, [False] * len(prompt) + [True] * len(answer)
+        if len(ids) - len(prompt) <= task.max_response:
+            tokens[i, : len(ids)], mask[i, : len(ids)] = ids, learnt
     return tokens, mask
 
 

@@ -121,14 +121,12 @@ def _fill(config: ModelConfig, layout, wanted: list[Tensor], source, mesh) -> di
         value = tensor.layout.to_ours(source.read(tensor.name))
         if tensor.path[-1] == "outer":
             _check_outer(outers, tensor, value)
-        leaf = leaf_at(params, tensor.path)
-        _set(params, tensor.path, _written(leaf, tensor.index, value))
+        _set(params, tensor.path, _written(leaf_at(params, tensor.path), tensor.index, value))
     if config.tie_embeddings and "lm_head.weight" in source.shapes():
         head, embed = (source.read(f"{n}.weight") for n in ("lm_head", "model.embed_tokens"))
         if not np.array_equal(head, embed):
             raise ValueError("lm_head.weight differs from the embedding that it is tied to")
-    is_host = lambda a: isinstance(a, np.ndarray)
-    return jax.tree.map(lambda a: jnp.asarray(a) if is_host(a) else a, params)
+    return params
 
 
 def _check_outer(seen: dict, tensor: Tensor, value: np.ndarray) -> None:
@@ -140,7 +138,7 @@ def _check_outer(seen: dict, tensor: Tensor, value: np.ndarray) -> None:
 
 
 def _empty(config: ModelConfig, layout: Fp4Layout | None, mesh) -> dict:
-    """Zeroed parameters; on the host where that is the device, else in place on the devices."""
+    """Zeroed parameters where they will stay: the host holds one tensor of a file at a time."""
 
     def empty(path, shape, dtype):
         keys = tuple(k.key for k in path if hasattr(k, "key"))
@@ -149,8 +147,6 @@ def _empty(config: ModelConfig, layout: Fp4Layout | None, mesh) -> dict:
         return zeros(path, shape.shape, dtype or param_dtype(keys, config.dtype))
 
     def zeros(path, shape, dtype):
-        if mesh is None and jax.default_backend() == "cpu":
-            return np.zeros(shape, dtype)
         if mesh is None:
             return jnp.zeros(shape, dtype)
         from trace_jax.parallel.rules import param_spec
@@ -177,14 +173,12 @@ def _empty_qtensor(shape, fmt, dtype, zeros, path) -> QTensor:
 
 def _written(leaf, index: tuple, value: np.ndarray):
     """`leaf` with `value` at `index`, in place."""
-    if isinstance(leaf, np.ndarray):
-        leaf[index] = value.astype(leaf.dtype)
-        return leaf
     starts = [i.start if isinstance(i, slice) else i for i in index]
     starts += [0] * (leaf.ndim - len(starts))
     lead = leaf.ndim - value.ndim
-    value = value.astype(leaf.dtype).reshape((1,) * lead + value.shape)
-    return _update(leaf, value, jnp.asarray(starts, jnp.int32))
+    value = value.astype(leaf.dtype, copy=False).reshape((1,) * lead + value.shape)
+    # Waited for: updates in flight would hold their tensors on the host.
+    return jax.block_until_ready(_update(leaf, value, np.array(starts, np.int32)))
 
 
 @partial(jax.jit, donate_argnums=0)

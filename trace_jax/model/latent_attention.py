@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from trace_jax.model.attention import attend, remember
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, normal_init, precision_of, rotary, rounded
+from trace_jax.model.layers import Linear, RMSNorm, normal_init, precision_of, rotary, rounded, stored
 from trace_jax.model.sites import Sites
 
 EPS = 1e-6  # of the norms of latents; no field of a config.json sets it
@@ -73,5 +73,5 @@ class LatentAttention(nn.Module):
         rows = cfg.num_heads * (latent.nope_dim + latent.v_dim)
         init = normal_init(latent.kv_rank)
         up = self.param("kv_up", init, (rows, latent.kv_rank), jnp.float32)
-        up = rounded(up, dtype).reshape(cfg.num_heads, -1, latent.kv_rank)
+        up = stored(up, dtype).reshape(cfg.num_heads, -1, latent.kv_rank)
         return jnp.split(up, [latent.nope_dim], axis=1)

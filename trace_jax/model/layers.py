@@ -45,6 +45,14 @@ def rounded(x: jax.Array, dtype=Dtype) -> jax.Array:
     return formats.fp32_source(x, dtype).astype(dtype)
 
 
+def stored(weight: jax.Array, dtype=Dtype) -> jax.Array:
+    """A weight in `dtype`: as it stands where it is held so (rollout), else rounded (master).
+
+    Rounding what is BF16 already would be a copy of the weight at every step.
+    """
+    return weight if weight.dtype == jnp.dtype(dtype) else rounded(weight, dtype)
+
+
 def normal_init(fan_in: int):
     return nn.initializers.normal(stddev=fan_in**-0.5)
 
@@ -84,7 +92,7 @@ class Linear(nn.Module):
         y = jnp.einsum(
             "...k,nk->...n",
             x.astype(self.dtype),
-            rounded(weight, self.dtype),
+            stored(weight, self.dtype),
             preferred_element_type=jnp.float32,
             precision=precision_of(self.dtype),
         )
@@ -188,6 +196,6 @@ def expert_weight(weight, fmt: Format | None, dtype=Dtype) -> ExpertWeight:
     if isinstance(weight, QTensor):
         return ExpertWeight(unscaled(weight, dtype), weight.outer)
     if fmt is None:
-        return ExpertWeight(rounded(weight, dtype), None)
+        return ExpertWeight(stored(weight, dtype), None)
     values, outer = fake_quant_unscaled(rounded(weight), fmt, outer_axes=(1, 2))
     return ExpertWeight(values.astype(dtype), outer)

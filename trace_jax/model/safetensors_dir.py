@@ -1,6 +1,5 @@
 """Reading and writing a folder of safetensors files, tensor by tensor.
 
-Reading goes through a memory map, so a tensor costs memory only while it is used.
 The header is read here because the library's NumPy reader lacks FP8.
 """
 
@@ -42,7 +41,6 @@ class SafetensorsDir:
         absent = sorted(set(index) - set(self._where))
         if absent:
             raise ValueError(f"{INDEX} lists tensors that no file holds: {listed(absent)}")
-        self._maps: dict[Path, np.memmap] = {}
 
     def _index(self) -> dict[str, str]:
         path = self.folder / INDEX
@@ -59,12 +57,11 @@ class SafetensorsDir:
         return {name: at.shape for name, at in self._where.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a view of the file; FP8 keeps its ml_dtypes type."""
+        """The tensor; FP8 keeps its ml_dtypes type."""
         at = self._where[name]
-        if at.file not in self._maps:
-            self._maps = {at.file: np.memmap(at.file, np.uint8, "r")}  # one shard at a time
         size = math.prod(at.shape) * at.dtype.itemsize
-        data = self._maps[at.file][at.offset : at.offset + size]
+        # Not a memory map: its pages count as the process's until the whole shard goes.
+        data = np.fromfile(at.file, np.uint8, size, offset=at.offset)
         return data.view(at.dtype).reshape(at.shape)
 
 
@@ -95,7 +92,9 @@ def write(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_byt
     def flush():
         nonlocal shard, size, count
         count += 1
-        save_file(shard, folder / f"{count}.part", metadata={"format": "pt"})
+        part = folder / f"{count}.part"
+        save_file(shard, part, metadata={"format": "pt"})
+        part.chmod(0o644)  # the library's own mode lets nobody else read it
         weight_map.update(dict.fromkeys(shard, count))
         shard, size = {}, 0
 

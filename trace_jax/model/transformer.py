@@ -20,7 +20,15 @@ from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.attention import Attention, empty_plane
 from trace_jax.model.config import LayerKind, ModelConfig
 from trace_jax.model.latent_attention import LatentAttention
-from trace_jax.model.layers import Dtype, Mlp, RMSNorm, normal_init, precision_of, rounded
+from trace_jax.model.layers import (
+    Dtype,
+    Mlp,
+    RMSNorm,
+    normal_init,
+    precision_of,
+    rounded,
+    stored,
+)
 from trace_jax.model.linear_attention import LinearAttention, empty_state
 from trace_jax.model.moe import NOT_RECORDED, MoE
 from trace_jax.model.paged import Pages
@@ -281,7 +289,7 @@ def apply(
         positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
     if valid is None:
         valid = jnp.ones((batch, length), bool)
-    x = rounded(params["embed"], config.dtype)[tokens]
+    x = stored(params["embed"], config.dtype)[tokens]
     windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
     records, routed, balance = [], [], jnp.float32(0.0)
 
@@ -410,7 +418,7 @@ def _merge(records: list[SiteOutputs]):
 
 def unembedding(params: dict, dtype=Dtype) -> jax.Array:
     """[vocab, hidden] in `dtype`."""
-    return rounded(params.get("unembed", params["embed"]), dtype)
+    return stored(params.get("unembed", params["embed"]), dtype)
 
 
 def logits(params: dict, hidden: jax.Array) -> jax.Array:

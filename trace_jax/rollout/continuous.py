@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trace_jax import sync
+from trace_jax.kernels.expert_matmul import ExpertWeights
+from trace_jax.model.layers import ExpertWeight
 from trace_jax.model.transformer import Guidance
 from trace_jax.rollout import programs, store
 from trace_jax.rollout.page_pool import PagePool
@@ -57,6 +59,7 @@ class ContinuousEngine:
         if record_on not in ("device", "host"):
             raise ValueError(f"engine: record_on is {record_on!r}; write device or host")
         self.config, self.rows, self.on_host = config, rows, record_on == "host"
+        self.record_length = config.cache.length
         self.decode_text = decode_text
         self.counts = Counts()
         self._pools = jax.jit(programs.empty_pools, static_argnums=0)(config)
@@ -87,7 +90,7 @@ class ContinuousEngine:
     # --- weights ---
 
     def load(self, params: dict, version: int = 0) -> None:
-        """Takes rollout parameters (sync.to_rollout), or such by layer (sync.by_layer).
+        """Takes rollout parameters: of sync.to_rollout, or by layer already (sync.by_layer).
 
         Nothing that older weights made survives: stored prompts and the pages of held
         sequences are dropped. May be called again at any time between requests.
@@ -99,14 +102,9 @@ class ContinuousEngine:
             raise RuntimeError("weights cannot change while sequences run; step() to their end")
         self.scheduler.drop_prefixes()
         self._params = None  # frees the older weights first
-        layers = params["layers"]
-        if len(layers) != self.config.model.num_layers or self.config.cache.kernels:
-            params = self._by_layer(params)
-        self._params, self._version = params, version
-
-    @property
-    def _by_layer(self):
-        return partial(_by_layer, kernels=self.config.cache.kernels)
+        ready = isinstance(params["layers"][0]["moe"]["gate_up"], ExpertWeight | ExpertWeights)
+        self._params = params if ready else _by_layer(params, self.config.cache.kernels)
+        self._version = version
 
     # --- requests ---
 
@@ -338,7 +336,7 @@ class ContinuousEngine:
         chunks = Chunks(shape(r, c.chunk), shape(r), shape(r), shape(r, c.table_pages))
         _, like = jax.eval_shape(self._prefill, self._params, self._pools, chunks)
         return store.empty_store(
-            like, self.rows, c.length, self.config.audit_rows, host=self.on_host
+            like, self.rows, self.record_length, self.config.audit_rows, host=self.on_host
         )
 
     def _keep(self, record, rows, positions) -> None:

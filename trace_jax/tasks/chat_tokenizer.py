@@ -106,6 +106,26 @@ class ChatTokenizer:
             return self._core.encode(text).ids
         return self.encode(self.chat([{"role": "user", "content": text}]))
 
+    def turn_ids(self, text: str) -> list[int]:
+        """The user's next turn, from behind the model's EOS to where its turn begins again.
+
+        Cut out of a whole conversation, for templates word turns in the midst of others.
+
+        Raises:
+          ValueError: a template in which that place cannot be found.
+        """
+        if self._template is None:
+            return self.encode("\n" + text)
+        said = "\N{REPLACEMENT CHARACTER}"  # any text that no template has
+        turns = [("user", "a"), ("assistant", said), ("user", text)]
+        whole = self.chat([{"role": r, "content": c} for r, c in turns])
+        _, found, rest = whole.partition(said)
+        ends = [self._core.id_to_token(i) for i in self.eos_ids]
+        end = next((e for e in ends if found and rest.lstrip().startswith(e)), None)
+        if end is None:
+            raise ValueError("the chat template does not end the model's turn with an EOS token")
+        return self.encode(rest.lstrip().removeprefix(end))
+
     def files(self) -> dict[str, str]:
         """{name: text} of the files that a checkpoint folder holds for this tokenizer."""
         text = lambda value: json.dumps(value, indent=2) + "\n"

@@ -42,6 +42,7 @@ class CodeTests:
     limits: Limits = Limits()
 
     whole_response = True  # fences and indents count, so `reward` passes the text as it is
+    slow = True  # a process a response: worth several threads
 
     def solution(self, response: str) -> str:
         """The program of a response: a whole function, or the rest of the prefix's."""

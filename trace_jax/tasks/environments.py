@@ -29,6 +29,12 @@ class Environment(Protocol):
     def step(self, action: str) -> Step:
         """Takes the model's text of one turn. A bad action costs a turn and is no error."""
 
+    def solution(self) -> list[str]:
+        """Actions that solve the episode from where it stands; for tests and warm starts."""
+
+
+ENVIRONMENTS = ("key_maze", "tools", "frozen_lake", "taxi")
+
 
 def _kinds() -> dict[str, type]:
     # Here, because each of them imports this file.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from trace_jax.tasks.environments import Step
 
 
@@ -12,6 +14,21 @@ def _gymnasium():
     except ImportError as error:
         raise ValueError('gymnasium is missing: pip install "trace_jax[env]"') from error
     return gymnasium
+
+
+def _shortest(table: dict, start: int, names: dict[str, int]) -> list[str]:
+    """Fewest actions to a rewarded end, from gymnasium's table of transitions."""
+    seen, queue = {start}, deque([(start, [])])
+    while queue:
+        state, actions = queue.popleft()
+        for name, move in names.items():
+            _, there, reward, done = table[state][move][0]
+            if done and reward > 0:
+                return [*actions, name]
+            if not done and there not in seen:
+                seen.add(there)
+                queue.append((there, [*actions, name]))
+    raise AssertionError("an episode without a way to its end")
 
 
 class FrozenLake:
@@ -50,6 +67,9 @@ class FrozenLake:
         self._at, reward, done, _, _ = self._env.step(move)
         return Step(self._map(), float(reward > 0), bool(done))
 
+    def solution(self) -> list[str]:
+        return _shortest(self._env.P, int(self._at), self.ACTIONS)
+
 
 class Taxi:
     """Fetch the passenger and bring them to their destination."""
@@ -83,3 +103,6 @@ class Taxi:
         self._state, reward, done, _, _ = self._env.step(move)
         # Its own reward is 20 for the delivery and a penalty for every other step.
         return Step(self._look(), float(bool(done) and reward > 0), bool(done))
+
+    def solution(self) -> list[str]:
+        return _shortest(self._env.P, int(self._state), self.ACTIONS)

@@ -23,12 +23,16 @@ class TranscriptError(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens of one answer, of one observation and of all, and the number of turns (up to 32)."""
+    """Tokens of one answer, of one observation and of all, and the number of turns (up to 32).
+
+    `prompt_tokens` is for the first observation; None: as for the others.
+    """
 
     turn_tokens: int = 64
     observation_tokens: int = 256
     episode_tokens: int = 2048
     turns: int = 16
+    prompt_tokens: int | None = None
 
     def __post_init__(self):
         for name in ("turn_tokens", "observation_tokens", "episode_tokens"):
@@ -182,8 +186,10 @@ class Episode:
 
     def _observe(self, text: str, first: bool) -> None:
         ids = list(self._encode(text, first))
-        if len(ids) > self._budget.observation_tokens:
-            ids = ids[: self._budget.observation_tokens]
+        own = self._budget.prompt_tokens if first else None
+        limit = self._budget.observation_tokens if own is None else own
+        if len(ids) > limit:
+            ids = ids[:limit]
             self.transcript.cut_observations += 1
         # Only with room for a whole answer, so that every transcript ends in the model's token.
         room = self._budget.episode_tokens - len(self.transcript.ids) - len(ids)

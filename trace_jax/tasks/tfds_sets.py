@@ -99,19 +99,23 @@ def math_dataset(
 
 
 def lbpp(
-    split: str = "test", data_dir: str | Path | None = None, checked: bool = True
+    split: str = "test",
+    data_dir: str | Path | None = None,
+    checked: bool = True,
+    part: str | None = None,
 ) -> CodingProblems:
     """Less Basic Python Problems. Rows whose own solution fails here are left out and counted.
 
     Those are mostly rows that need packages beyond the standard library. Checking runs every
-    reference once, a quarter of a second each; `checked=False` skips it.
+    reference once, a quarter of a second each; `checked=False` skips it. The set has one split of
+    TFDS's; `part` "train" or "heldout" keeps that share of its rows.
 
     Raises:
         ValueError: as `read_prepared`.
         SandboxUnavailable: this machine cannot isolate programs.
     """
     rows = [_lbpp_row(row) for row in read_prepared("lbpp/python", split, data_dir)]
-    return CodingProblems(rows, "lbpp", checked=checked)
+    return CodingProblems(rows, "lbpp", split=part, checked=checked)
 
 
 def _lbpp_row(row: dict) -> dict:

@@ -27,6 +27,10 @@ class Tokenizer(Protocol):
         """A conversation that opens with `text`, up to where the model's turn begins."""
         ...
 
+    def turn_ids(self, text: str) -> list[int]:
+        """What follows the EOS of the model's turn when `text` is said to it next."""
+        ...
+
 
 class ByteTokenizer:
     """Ids 0..255 are bytes of UTF-8; PAD, BOS and EOS follow."""
@@ -52,3 +56,6 @@ class ByteTokenizer:
     def prompt_ids(self, text: str) -> list[int]:
         """BOS and the text: there is no template."""
         return [self.bos_id, *self.encode(text)]
+
+    def turn_ids(self, text: str) -> list[int]:
+        return self.encode("\n" + text)

@@ -1,0 +1,302 @@
+"""Decode speed of the continuous engine: `python -m benchmarks.rollout` (one H200).
+
+Weights are random, the cache is filled with random keys and values, and every slot decodes
+through the engine's own dispatches, host work included. FP4 (NVFP4 experts, their two inputs
+and KV) and BF16 run in the same engine with the same kernels' twins, in one run. Writes
+results/rollout_h200.json: a header (hardware, versions, commit, copy bandwidth of the same
+run) and rows {model, precision, batch, context, regime, tokens_per_s, step_ms,
+share_of_ceiling, ratio_to_bf16, split, guidance}.
+
+A case is precision:batch:context:regime, with precision bf16, nvfp4 or nvfp4+guidance (the
+compact plan: one bit, all planned layers, to the host). Ratios compare rows of one regime.
+"""
+
+import dataclasses
+import datetime
+import gc
+import json
+import pathlib
+import re
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from ml_collections import config_flags
+
+from trace_jax import fp4, model, sync
+from trace_jax.config import freeze
+from trace_jax.fp4 import BF16_POLICY, GuidancePlan, PrecisionPolicy, Rule
+from trace_jax.kernels import kv_pages
+from trace_jax.rollout.continuous import ContinuousEngine
+from trace_jax.rollout.programs import CacheConfig, ProgramConfig
+from trace_jax.rollout.scheduler import Sequence
+
+FLAGS = flags.FLAGS
+CONFIG = config_flags.DEFINE_config_file(
+    "config", "configs/qwen3_30b_a3b.py", "Configuration whose model is timed."
+)
+flags.DEFINE_integer("layers", 0, "layers to keep, for a quick look; 0: all")
+flags.DEFINE_integer("steps", 16, "decode steps of a dispatch")
+flags.DEFINE_integer("dispatches", 4, "timed dispatches of a case; the median counts")
+flags.DEFINE_integer("top", 0, "kernels of the profile to print, longest first")
+flags.DEFINE_list("cases", [], "precision:batch:context:regime; default: those of the table")
+flags.DEFINE_string("commit", "", "commit to name in the header; default: ask git")
+flags.DEFINE_string("out", "benchmarks/results/rollout_h200.json", "where to write the results")
+
+CASES = (
+    "bf16:64:2048:batch 64",
+    "nvfp4:64:2048:batch 64",
+    "bf16:64:8192:batch 64",
+    "nvfp4:64:8192:batch 64",
+    "nvfp4+guidance:64:8192:batch 64, guided",
+    "bf16:96:8192:own largest batch",
+    "nvfp4:512:8192:own largest batch",
+    "bf16:112:2048:50 tokens/s a sequence",
+    "nvfp4:512:2048:50 tokens/s a sequence",
+    "nvfp4:256:2048:batch 256",
+)
+COMPACT = GuidancePlan(layers="all", sites=("expert_in", "k", "v"))
+NVFP4 = PrecisionPolicy((Rule("*", "nvfp4"),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    precision: str
+    batch: int
+    context: int
+    regime: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        precision, batch, context, regime = text.split(":")
+        if precision not in ("bf16", "nvfp4", "nvfp4+guidance"):
+            raise app.UsageError(f"{text}: write bf16, nvfp4 or nvfp4+guidance")
+        return cls(precision, int(batch), int(context), regime)
+
+    @property
+    def format(self) -> str:
+        return self.precision.split("+")[0]
+
+
+# --- the model, random ------------------------------------------------------------------
+
+
+def random_params(config, format_: str) -> dict:
+    """Rollout parameters in the kernels' layout, made layer by layer on the device."""
+    one = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
+    precision = precision_of(format_, 1)
+
+    @jax.jit
+    def draw(key):
+        return sync.by_layer(sync.to_rollout(model.init(one, key), precision), kernels=True)
+
+    keys = jax.random.split(jax.random.key(0), config.num_layers)
+    first = draw(keys[0])
+    layers = [first["layers"][0]]
+    for key in keys[1:]:
+        layers.append(jax.block_until_ready(draw(key)["layers"][0]))
+    return {**first, "layers": tuple(layers)}
+
+
+def precision_of(format_: str, layers: int):
+    return (BF16_POLICY if format_ == "bf16" else NVFP4).resolve(layers)
+
+
+def fill(pool):
+    """Random keys and values in every page of a pool, from a few hundred different pages."""
+    few = min(256, pool.data.shape[0])
+    shape = (few, kv_pages.PAGE, pool.kv_heads, pool.head_size)
+    k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
+    small = pool.replace(data=pool.data[:few])
+    small = kv_pages.write_pages(small, jnp.arange(few), k, v).data
+    return pool.replace(data=small[jnp.arange(pool.data.shape[0]) % few])
+
+
+# --- one case ---------------------------------------------------------------------------
+
+
+class Decoder(ContinuousEngine):
+    """The engine, keeping records of the timed tokens alone: the context's never were."""
+
+    first = 0  # position of the first token fed
+
+    def _keep(self, record, rows, positions) -> None:
+        super()._keep(record, rows, positions - self.first)
+
+
+def engine_of(case: Case, config, steps: int) -> ContinuousEngine:
+    room = steps * (FLAGS.dispatches + 4)
+    length = case.context + room
+    pages = case.batch * -(-length // kv_pages.PAGE) + 1
+    cache = CacheConfig(
+        slots=case.batch, pages=pages, length=length, steps=steps, chunk=64, prefill_rows=1,
+        kernels=True,
+    )  # fmt: skip
+    plan = COMPACT if "guidance" in case.precision else fp4.NO_GUIDANCE
+    precision = precision_of(case.format, config.num_layers)
+    programs = ProgramConfig(config, precision, cache, eos_ids=(), plan=plan)
+    return Decoder(programs, case.batch, record_on="host")
+
+
+def occupy(engine: ContinuousEngine, case: Case) -> None:
+    """A running sequence of `context` tokens in every slot, with pages that are filled."""
+    engine._pools = tuple(jax.jit(fill, donate_argnums=0)(pool) for pool in engine._pools)
+    engine._keys[:] = np.asarray(
+        jax.random.key_data(jax.random.split(jax.random.key(1), case.batch))
+    )
+    length = engine.config.cache.length
+    engine.first, engine.record_length = case.context - 1, length - case.context + 1
+    for row in range(case.batch):
+        s = Sequence(row, [1 + row] * case.context, length)
+        s.pages = engine.scheduler.pool.take(-(-length // kv_pages.PAGE))
+        s.stored = case.context - 1
+        engine.scheduler.submit(s)
+
+
+def timed(engine: ContinuousEngine, steps: int) -> tuple[list[float], dict]:
+    """Milliseconds a decode step, one a dispatch, after one that compiles; and their split."""
+    engine.step()
+    times = []
+    for _ in range(FLAGS.dispatches):
+        start = time.perf_counter()
+        engine.step()
+        times.append(1e3 * (time.perf_counter() - start) / steps)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            start = time.perf_counter()
+            engine.step()
+            wall = 1e3 * (time.perf_counter() - start) / steps
+        return times, split(folder, steps, wall)
+
+
+KINDS = (
+    ("experts", r"expert|route"),
+    ("attention", r"paged|attention|merge"),
+    ("kv append", r"append|kv_"),
+    ("dense products", r"gemm|nvjet|cutlass|cublas|splitK|sm90_xmma"),
+)
+
+
+def split(folder: str, steps: int, wall: float) -> dict:
+    """Milliseconds a step by kind of kernel, from the profiler; the rest is host and gaps."""
+    path = next(pathlib.Path(folder).rglob("*.xplane.pb"))
+    names: dict[str, tuple[float, float]] = {}  # milliseconds and launches a step
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if "Stream" not in line.name:
+                continue
+            for event in line.events:
+                ms, count = names.get(event.name, (0.0, 0.0))
+                names[event.name] = ms + event.duration_ns / 1e6 / steps, count + 1 / steps
+    out: dict[str, float] = {}
+    for name, (ms, _) in names.items():
+        kind = next((k for k, pattern in KINDS if re.search(pattern, name)), "other kernels")
+        out[kind] = out.get(kind, 0.0) + ms
+    out["host and gaps"] = wall - sum(out.values())
+    for name, (ms, count) in sorted(names.items(), key=lambda item: -item[1][0])[: FLAGS.top]:
+        print(f"      {ms:8.4f} ms {count:6.1f} x  {name[:100]}")
+    return {kind: round(ms, 4) for kind, ms in sorted(out.items(), key=lambda item: -item[1])}
+
+
+def ceiling_ms(case: Case, config, engine, copy: float) -> float:
+    """Milliseconds a step if all that must be read were read at copy bandwidth (bytes / us)."""
+    params = engine._params
+    dense = sum(a.nbytes for a in jax.tree.leaves({**params, "layers": ()}) if a.ndim)
+    dense -= params["embed"].nbytes if "unembed" in params else 0
+    experts = 0
+    for layer in params["layers"]:
+        moe = sum(a.nbytes for n in ("gate_up", "down") for a in jax.tree.leaves(layer["moe"][n]))
+        dense += sum(a.nbytes for a in jax.tree.leaves(layer)) - moe
+        experts += moe
+    hit = 1 - (1 - config.top_k / config.num_experts) ** case.batch
+    tokens = engine.config.cache.pages * kv_pages.PAGE
+    kv = sum(a.nbytes for a in jax.tree.leaves(engine._pools)) / tokens * case.batch * case.context
+    return (dense + hit * experts + kv) / copy / 1e3
+
+
+def run_case(case: Case, config, params, copy: float) -> dict:
+    engine = engine_of(case, config, FLAGS.steps)
+    engine.load(params)
+    occupy(engine, case)
+    start = time.perf_counter()
+    times, parts = timed(engine, FLAGS.steps)
+    ms = float(np.median(times))
+    row = {
+        "model": pathlib.Path(config_flags.get_config_filename(FLAGS["config"])).stem,
+        "layers": config.num_layers,
+        "precision": case.precision,
+        "batch": case.batch,
+        "context": case.context,
+        "regime": case.regime,
+        "tokens_per_s": round(1e3 * case.batch / ms, 1),
+        "step_ms": round(ms, 4),
+        "step_ms_all": [round(t, 4) for t in times],
+        "share_of_ceiling": round(ceiling_ms(case, config, engine, copy) / ms, 4),
+        "ratio_to_bf16": None,
+        "split": parts,
+        "guidance_bytes_per_token": fp4.guidance_bytes_per_token(config, engine.config.plan),
+    }
+    print(f"{case}: {ms:.3f} ms, {row['tokens_per_s']} tokens/s, "
+          f"{row['share_of_ceiling']:.3f} of ceiling, {parts}, "
+          f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
+    return row
+
+
+# --- all of them ------------------------------------------------------------------------
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a microsecond by a copy of 2 GiB."""
+    flip = jax.jit(lambda a: a ^ jnp.uint32(1))
+    a = jax.block_until_ready(flip(jnp.zeros(2**29, jnp.uint32)))
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        for _ in range(10):
+            a = flip(a)
+        jax.block_until_ready(a)
+        times.append((time.perf_counter() - start) / 10)
+    return 2 * a.nbytes / np.median(times) / 1e6
+
+
+def main(_):
+    config = freeze(CONFIG.value).model
+    if FLAGS.layers:
+        config = dataclasses.replace(config, num_layers=FLAGS.layers)
+    copy = copy_bandwidth()
+    print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
+    cases = [Case.parse(text) for text in FLAGS.cases or CASES]
+    rows = []
+    for format_ in ("bf16", "nvfp4"):
+        mine = [case for case in cases if case.format == format_]
+        params = random_params(config, format_) if mine else None
+        for case in mine:
+            rows.append(run_case(case, config, params, copy))
+            gc.collect()
+        del params
+        gc.collect()
+    for row in rows:
+        twins = [r for r in rows if r["precision"] == "bf16" and r["regime"] == row["regime"]]
+        if twins:
+            row["ratio_to_bf16"] = round(row["tokens_per_s"] / twins[0]["tokens_per_s"], 3)
+    device = jax.devices()[0]
+    header = {
+        "hardware": device.device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": FLAGS.commit,
+        "command": "python -m benchmarks.rollout",
+        "copy_TB_s": round(copy / 1e6, 3),
+    }
+    path = pathlib.Path(FLAGS.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,43 @@
+"""A small MoE writes one-line programs from examples, judged in the sandbox, with NVFP4 and TRACE.
+
+    python -m experiments.train --config=configs/quickstart_coding.py --workdir=runs/coding
+
+Not run yet. Needs Linux with user namespaces: programs are isolated, or nothing runs. The warm
+start learns to write Python and to guess; what the examples mean is beyond so small a model, so
+RL picks the guesses that pay. It shows the whole path, not a model that can program.
+"""
+
+from trace_jax.config import default
+from trace_jax.tasks import ByteTokenizer
+
+
+def get_config():
+    config = default(
+        vocab_size=ByteTokenizer.vocab_size,
+        num_layers=3,
+        hidden=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        num_experts=8,
+        top_k=2,
+        expert_dim=64,
+    )
+    config.method = "trace"
+    config.task.kind = "examples"
+    config.task.params = (("difficulty", 1), ("shown", 2), ("hidden", 6))
+    config.task.max_prompt = 110
+    config.task.max_response = 60
+    config.warmup.steps = 150
+    config.warmup.batch_size = 64
+    config.rl.steps = 30
+    config.rl.prompts_per_step = 8
+    config.rl.samples = 8
+    config.rl.balance_coef = 0.01
+    config.optim.learning_rate = 3e-4
+    config.optim.warmup_steps = 5
+    config.optim.b2 = 0.99
+    config.eval.problems = 64
+    config.eval.samples = 1
+    config.ledger.audit_rows = 4
+    return config

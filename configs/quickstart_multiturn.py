@@ -1,0 +1,46 @@
+"""A small MoE finds its way out of mazes of four rooms, turn by turn, with FP4 rollouts and TRACE.
+
+    python -m experiments.train --config=configs/quickstart_multiturn.py --workdir=runs/maze
+
+Not run yet. A quarter of the teacher's walks are reversed, so it often runs into walls. What this
+shows is that episodes train end to end under FP4; it says nothing about long horizons.
+"""
+
+from trace_jax.config import default
+from trace_jax.tasks import ByteTokenizer
+
+
+def get_config():
+    config = default(
+        vocab_size=ByteTokenizer.vocab_size,
+        num_layers=3,
+        hidden=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        num_experts=8,
+        top_k=2,
+        expert_dim=64,
+    )
+    config.method = "trace"
+    config.task.kind = "key_maze"
+    config.task.params = (("width", 2), ("height", 2), ("keys", 0))
+    config.task.max_prompt = 80
+    config.task.turns = 4
+    config.task.turn_tokens = 7
+    config.task.observation_tokens = 48
+    config.task.max_response = 4 * 7 + 3 * 48
+    config.warmup.steps = 150
+    config.warmup.batch_size = 64
+    config.warmup.wrong_answers = 0.25
+    config.rl.steps = 30
+    config.rl.prompts_per_step = 16
+    config.rl.samples = 4
+    config.rl.balance_coef = 0.01
+    config.optim.learning_rate = 3e-4
+    config.optim.warmup_steps = 5
+    config.optim.b2 = 0.99
+    config.eval.problems = 64
+    config.eval.samples = 2
+    config.ledger.audit_rows = 4
+    return config
