@@ -14,7 +14,7 @@ import pytest
 
 import trace_jax
 from trace_jax.model import ModelConfig, checkpoint_export, safetensors_dir
-from trace_jax.model.hub_config import config_to_hub
+from trace_jax.model.families import config_to_hub
 from trace_jax.model.tensors import tensors
 
 ROOT = Path(__file__).resolve().parent.parent

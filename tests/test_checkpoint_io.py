@@ -16,9 +16,8 @@ import trace_jax
 from trace_jax import fp4, sync
 from trace_jax.fp4 import QTensor
 from trace_jax.model import checkpoint_export, safetensors_dir
-from trace_jax.model.families import family_of
+from trace_jax.model.families import config_from_hub, config_to_hub, family_of
 from trace_jax.model.fp4_layouts import global_scale, outer_of
-from trace_jax.model.hub_config import config_from_hub, config_to_hub
 from trace_jax.model.safetensors_dir import SafetensorsDir
 from trace_jax.model.tensors import parameter_count, tensors
 

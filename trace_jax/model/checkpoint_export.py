@@ -19,8 +19,8 @@ from trace_jax.fp4 import QTensor
 from trace_jax.model import safetensors_dir
 from trace_jax.model.checkpoint_io import param_dtype
 from trace_jax.model.config import ModelConfig
+from trace_jax.model.families import config_to_hub
 from trace_jax.model.fp4_layouts import INPUT_SCALE, QUANTIZED, is_fp4, layout_of, modules_kept
-from trace_jax.model.hub_config import config_to_hub
 from trace_jax.model.tensors import Tensor, leaf_at, tensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -13,7 +13,15 @@ from flax import linen as nn
 
 from trace_jax.model.attention import attend, remember
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, normal_init, precision_of, rotary, rounded, stored
+from trace_jax.model.layers import (
+    Linear,
+    RMSNorm,
+    normal_init,
+    precision_of,
+    rotary,
+    rounded,
+    stored,
+)
 from trace_jax.model.sites import Sites
 
 EPS = 1e-6  # of the norms of latents; no field of a config.json sets it
