@@ -23,13 +23,15 @@ def published() -> dict[str, np.ndarray]:
         if ".experts." not in name:
             found[outer] = source.read(name)
     for layer in range(4):
-        block = f"model.layers.{layer}.mlp.experts"
-        read = lambda part: [source.read(f"{block}.{e}.{part}_proj.weight") for e in range(5)]  # noqa: B023
-        block = block.replace("model.", "model.language_model.", 1)
-        gate, up, down = map(read, ("gate", "up", "down"))
+        block = f"layers.{layer}.mlp.experts"
+        gate, up, down = (
+            [source.read(f"model.{block}.{e}.{part}_proj.weight") for e in range(5)]
+            for part in ("gate", "up", "down")
+        )
         pairs = zip(gate, up, strict=True)
-        found[f"{block}.gate_up_proj"] = np.stack([np.concatenate(pair) for pair in pairs])
-        found[f"{block}.down_proj"] = np.stack(down)
+        fused = np.stack([np.concatenate(pair) for pair in pairs])
+        found[f"model.language_model.{block}.gate_up_proj"] = fused
+        found[f"model.language_model.{block}.down_proj"] = np.stack(down)
     found["model.visual.patch_embed.proj.weight"] = np.zeros((3, 2), np.float32)
     found["mtp.fc.weight"] = np.zeros((2, 2), np.float32)
     return found
