@@ -9,8 +9,9 @@ from flax import struct
 
 from trace_jax import fp4
 from trace_jax.fp4 import Format, formats
+from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, precision_of, rotary, rounded
+from trace_jax.model.layers import Linear, RMSNorm, angles, precision_of, rotary, rounded
 from trace_jax.model.sites import Sites
 
 
@@ -120,18 +121,22 @@ class Attention(nn.Module):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
         q, k, v = self._project(x, linear)
-        q = rotary(q, positions, cfg.rope_theta, cfg.yarn)
-        k = rotary(k, positions, cfg.rope_theta, cfg.yarn)
+        if self._in_one_launch(sites, x):
+            q, k = self._norm_and_turn(q, k, positions)
+        else:
+            q, k = self._head_norm(q, k)
+            if cfg.clip_qkv:
+                q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
+            q = rotary(q, positions, cfg.rope_theta, cfg.yarn)
+            k = rotary(k, positions, cfg.rope_theta, cfg.yarn)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
-        new = {"k": k, "v": v}
-        k, k_stored = self._store("k", k, sites)
-        v, v_stored = self._store("v", v, sites)
         if pages is not None:
-            new = {"k": (new["k"], k_stored), "v": (new["v"], v_stored)}
-            out, cache = pages.step(q, new, cache, positions, sites.spec.precision, window, sinks)
+            out, cache = pages.step(q, k, v, cache, positions, sites, window, sinks)
             return linear(cfg.hidden, name="o")(out), cache
+        k, k_stored = store("k", k, sites)
+        v, v_stored = store("v", v, sites)
         if cache is None:
             mask = visible(positions, positions, window)
         else:
@@ -147,24 +152,43 @@ class Attention(nn.Module):
         return out, cache
 
     def _project(self, x, linear):
-        """Queries, keys and values [B, S, heads, head_dim], normed and clamped, not rotated."""
+        """Queries, keys and values [B, S, heads, head_dim], as they are projected."""
         cfg = self.config
         heads = (*x.shape[:2], -1, cfg.head_dim)
         q = linear(cfg.num_heads * cfg.head_dim, name="q")(x)
         k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
         v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
-        if cfg.qk_norm_over == "head":
-            q, k = q.reshape(heads), k.reshape(heads)
-        if cfg.qk_norm:
-            q = RMSNorm(cfg.norm_eps, name="q_norm")(q)
-            k = RMSNorm(cfg.norm_eps, name="k_norm")(k)
-        if cfg.clip_qkv:
-            q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
         return q.reshape(heads), k.reshape(heads), v.reshape(heads)
 
-    def _store(self, site, x, sites: Sites):
-        """Values to attend to and their stored form."""
-        value, out = sites.quantize(site, x)
-        if out is None:
-            return value, KVPlane(value)
-        return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))
+    def _head_norm(self, q, k):
+        """Queries and keys [B, S, heads, head_dim], normed over what the config says."""
+        cfg, shapes = self.config, (q.shape, k.shape)
+        if not cfg.qk_norm:
+            return q, k
+        if cfg.qk_norm_over == "projection":
+            q, k = (a.reshape(*a.shape[:2], -1) for a in (q, k))
+        q = RMSNorm(cfg.norm_eps, name="q_norm")(q)
+        k = RMSNorm(cfg.norm_eps, name="k_norm")(k)
+        return q.reshape(shapes[0]), k.reshape(shapes[1])
+
+    def _in_one_launch(self, sites: Sites, x) -> bool:
+        cfg = self.config
+        plain = not cfg.clip_qkv and (not cfg.qk_norm or cfg.qk_norm_over == "head")
+        return sites.decoding and plain and x.dtype == jnp.bfloat16 and x.shape[1] == 1
+
+    def _norm_and_turn(self, q, k, positions):
+        cfg = self.config
+        weights = [None, None]
+        if cfg.qk_norm:
+            weights = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
+        cos, sin = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.yarn)
+        q, k = norm_rotary(q[:, 0], k[:, 0], *weights, cos, sin, eps=cfg.norm_eps)
+        return q[:, None], k[:, None]
+
+
+def store(site: str, x: jax.Array, sites: Sites) -> tuple[jax.Array, KVPlane]:
+    """Values to attend to, of keys or values x [B, S, heads, head_dim], and their stored form."""
+    value, out = sites.quantize(site, x)
+    if out is None:
+        return value, KVPlane(value)
+    return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))

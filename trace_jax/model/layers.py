@@ -113,14 +113,21 @@ def frequencies(half: int, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
     return frequency * (1 - stretched) + frequency / yarn.factor * stretched
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
-    """Rotary embedding, half-split pairs; x [B, S, heads, head_dim], positions [B, S]."""
-    half = x.shape[-1] // 2
-    frequency = frequencies(half, theta, yarn)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
+def angles(
+    positions: jax.Array, half: int, theta: float, yarn: Yarn = PLAIN
+) -> tuple[jax.Array, jax.Array]:
+    """FP32 cosine and sine [..., half] of the rotation at `positions` int32 [...]."""
+    frequency = jnp.expand_dims(frequencies(half, theta, yarn), range(positions.ndim))
+    angle = positions[..., None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if yarn.factor != 1.0:
         cos, sin = cos * yarn.scale, sin * yarn.scale
+    return cos, sin
+
+
+def rotary(x: jax.Array, positions: jax.Array, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
+    """Rotary embedding, half-split pairs; x [B, S, heads, head_dim], positions [B, S]."""
+    cos, sin = (a[:, :, None] for a in angles(positions, x.shape[-1] // 2, theta, yarn))
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return rounded(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype)
 
