@@ -23,6 +23,7 @@ from trace_jax.fp4.guidance import (
     guidance_bytes_per_token,
     quantize_site,
     select_layers,
+    with_small_scales,
 )
 from trace_jax.fp4.policy import BF16_POLICY, LayerPrecision, PrecisionPolicy, Rule
 from trace_jax.fp4.qtensor import (

@@ -209,11 +209,17 @@ def compact(codes: jax.Array, scale_bytes: jax.Array, plan: GuidancePlan) -> Sit
         bits = formats.pack(_pad_to(codes, 2))
     else:
         bits = None
+    return with_small_scales(SiteGuidance(bits, scale_bytes), plan)
+
+
+def with_small_scales(stored: SiteGuidance, plan: GuidancePlan) -> SiteGuidance:
+    """`stored`, whose scales are whole bytes, with scales as `plan` says."""
     if plan.scale_bits == 8:
-        return SiteGuidance(bits, scale_bytes)
-    low = _pad_to(scale_bytes & jnp.uint8(3), 4)
+        return stored
+    low = _pad_to(stored.scales & jnp.uint8(3), 4)
     low = low.reshape(*low.shape[:-1], -1, 4)
-    return SiteGuidance(bits, low[..., 0] | low[..., 1] << 2 | low[..., 2] << 4 | low[..., 3] << 6)
+    packed = low[..., 0] | low[..., 1] << 2 | low[..., 2] << 4 | low[..., 3] << 6
+    return SiteGuidance(stored.bits, packed)
 
 
 def hints(stored: SiteGuidance, plan: GuidancePlan, width: int) -> jax.Array | None:

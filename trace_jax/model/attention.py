@@ -10,8 +10,9 @@ from flax import struct
 
 from trace_jax import fp4
 from trace_jax.fp4 import Format, formats
+from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, precision_of, rotary, rounded
+from trace_jax.model.layers import Linear, RMSNorm, angles, precision_of, rotary, rounded
 from trace_jax.model.sites import Sites
 
 
@@ -161,14 +162,19 @@ class Attention(nn.Module):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
         q, k, v, gate = self._project(x, linear)
-        q = rotary(q, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
-        k = rotary(k, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
+        if self._in_one_launch(sites, x):
+            q, k = self._norm_and_turn(q, k, positions)
+        else:
+            q, k = self._head_norm(q, k)
+            if cfg.clip_qkv:
+                q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
+            q = rotary(q, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
+            k = rotary(k, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
         if pages is not None:
-            new = {"k": (k, store("k", k, sites)[1]), "v": (v, store("v", v, sites)[1])}
-            out, cache = pages.step(q, new, cache, positions, sites.spec.precision, window, sinks)
+            out, cache = pages.step(q, k, v, cache, positions, sites, window, sinks)
         else:
             k, v, mask, cache = remember(k, v, positions, sites, cache, window)
             out = attend(q, k, v, mask, sinks)
@@ -180,7 +186,7 @@ class Attention(nn.Module):
     def _project(self, x, linear):
         """Queries, keys, values and the output's gate or None, [B, S, heads, head_dim].
 
-        They are normed and clamped, not rotated. A gated q holds each head's query and gate.
+        As they are projected; a gated projection holds each head's query and gate.
         """
         cfg = self.config
         heads = (*x.shape[:2], -1, cfg.head_dim)
@@ -190,11 +196,30 @@ class Attention(nn.Module):
         gate = None
         if cfg.attention_gate:
             q, gate = jnp.split(q.reshape(*x.shape[:2], cfg.num_heads, -1), 2, axis=-1)
-        if cfg.qk_norm_over == "head":
-            q, k = q.reshape(heads), k.reshape(heads)
-        if cfg.qk_norm:
-            q = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="q_norm")(q)
-            k = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="k_norm")(k)
-        if cfg.clip_qkv:
-            q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
         return q.reshape(heads), k.reshape(heads), v.reshape(heads), gate
+
+    def _head_norm(self, q, k):
+        """Queries and keys [B, S, heads, head_dim], normed over what the config says."""
+        cfg, shapes = self.config, (q.shape, k.shape)
+        if not cfg.qk_norm:
+            return q, k
+        if cfg.qk_norm_over == "projection":
+            q, k = (a.reshape(*a.shape[:2], -1) for a in (q, k))
+        q = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="q_norm")(q)
+        k = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="k_norm")(k)
+        return q.reshape(shapes[0]), k.reshape(shapes[1])
+
+    def _in_one_launch(self, sites: Sites, x) -> bool:
+        cfg = self.config
+        plain = not cfg.clip_qkv and (not cfg.qk_norm or cfg.qk_norm_over == "head")
+        plain = plain and cfg.rotary_fraction == 1.0 and not cfg.zero_centred_norms
+        return sites.decoding and plain and x.dtype == jnp.bfloat16 and x.shape[1] == 1
+
+    def _norm_and_turn(self, q, k, positions):
+        cfg = self.config
+        weights = [None, None]
+        if cfg.qk_norm:
+            weights = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
+        cos, sin = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.rope_scaling)
+        q, k = norm_rotary(q[:, 0], k[:, 0], *weights, cos, sin, eps=cfg.norm_eps)
+        return q[:, None], k[:, None]

@@ -153,6 +153,18 @@ def _kept_by_llama3(frequency, theta: float, rope: Llama3Rope) -> jax.Array:
     return jnp.clip((turns - low) / (high - low), 0, 1)
 
 
+def angles(
+    positions: jax.Array, half: int, theta: float, scaling: Yarn | Llama3Rope = PLAIN
+) -> tuple[jax.Array, jax.Array]:
+    """FP32 cosine and sine [..., half] of the rotation at `positions` int32 [...]."""
+    frequency = jnp.expand_dims(frequencies(half, theta, scaling), range(positions.ndim))
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if isinstance(scaling, Yarn) and scaling.factor != 1.0:
+        cos, sin = cos * scaling.scale, sin * scaling.scale
+    return cos, sin
+
+
 def rotary(
     x: jax.Array,
     positions: jax.Array,
@@ -165,11 +177,7 @@ def rotary(
     Only the leading `fraction` of a head is turned.
     """
     half = round(x.shape[-1] * fraction) // 2
-    frequency = frequencies(half, theta, scaling)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency.reshape(1, 1, 1, half)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if isinstance(scaling, Yarn) and scaling.factor != 1.0:
-        cos, sin = cos * scaling.scale, sin * scaling.scale
+    cos, sin = (a[:, :, None] for a in angles(positions, half, theta, scaling))
     a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     return rounded(jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1), x.dtype)
 

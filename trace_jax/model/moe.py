@@ -17,6 +17,7 @@ from trace_jax.kernels.grouped_matmul import (
     slots_to_rows,
     tokens_to_rows,
 )
+from trace_jax.kernels.top_k import choose_experts
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.config_parts import Router
 from trace_jax.model.layers import ExpertWeight, Linear, Mlp, expert_weight, rounded
@@ -31,7 +32,7 @@ class Routing(NamedTuple):
 
     ids: jax.Array
     gates: jax.Array
-    probs: jax.Array
+    probs: jax.Array | None  # None while decoding
 
 
 def route(
@@ -108,8 +109,10 @@ class MoE(nn.Module):
         batch, length, _ = x.shape
         tokens = x.reshape(-1, cfg.hidden)
         if cfg.num_experts:
-            routing = self._route(tokens, routes)
-            balance = load_balance_loss(routing, valid.reshape(-1))
+            routing = self._route(tokens, routes, sites)
+            balance = jnp.float32(0.0)
+            if routing.probs is not None:
+                balance = load_balance_loss(routing, valid.reshape(-1))
         else:
             zeros = jnp.zeros((tokens.shape[0], 1), jnp.int32)
             ones = jnp.ones(zeros.shape, jnp.float32)
@@ -120,7 +123,7 @@ class MoE(nn.Module):
             y = rounded(y.astype(jnp.float32) + self._shared(x), x.dtype)
         return y, ids, balance
 
-    def _route(self, tokens, routes) -> Routing:
+    def _route(self, tokens, routes, sites: Sites) -> Routing:
         cfg = self.config
         normal, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
         router = self.param("router", normal, (cfg.num_experts, cfg.hidden), jnp.float32)
@@ -133,6 +136,9 @@ class MoE(nn.Module):
         if cfg.moe_bias:
             bias = self.param("router_bias", zeros, (cfg.num_experts,), jnp.float32)
             logits = logits + bias.astype(jnp.float32)[None]
+        if sites.decoding and cfg.router == PLAIN:
+            ids, gates = choose_experts(logits, cfg.top_k, normalize=cfg.norm_topk)
+            return Routing(ids, gates, None)
         correction = None
         if cfg.router.correction:
             correction = self.param("router_correction", zeros, (cfg.num_experts,), jnp.float32)
@@ -152,10 +158,10 @@ class MoE(nn.Module):
         experts = max(cfg.num_experts, 1)
         gate_up = self._weight("gate_up", (experts, 2 * cfg.expert_dim, cfg.hidden), sites)
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
-        dtype = x.dtype
-        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(dtype)
         if isinstance(gate_up, ExpertWeights):
             return self._expert_kernels(x, ids, gates, gate_up, down, sites)
+        dtype = x.dtype
+        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(dtype)
         groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
         rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
         gate_up_bias, down_bias = self._biases(experts)
@@ -171,18 +177,28 @@ class MoE(nn.Module):
         """The same by the rollout's kernels, which want rows in the order of their experts."""
         cfg = self.config
         routing = expert_matmul.route(ids.reshape(-1, cfg.slots), gate_up.data.shape[0])
-        tokens = x.reshape(-1, cfg.hidden)
+        tokens = self._kernel_input("expert_in", x[:, :, None], sites).reshape(-1, cfg.hidden)
         activation = "clamped_swiglu" if cfg.swiglu_limit else "silu"
         mid = expert_matmul.expert_matmul(tokens, gate_up, routing, activation=activation)
-        mid = sites.perturb("expert_mid", mid)
-        if sites.spec.precision.expert_mid is not None:
-            out = fp4.quantize_site(mid, sites.spec.precision.expert_mid)
-            by_slot = lambda a: jnp.zeros_like(a).at[routing.slot].set(a)
-            left = (by_slot(a) for a in (out.codes, out.scale_bytes, out.outer))
-            sites.leave("expert_mid", *(a.reshape(*ids.shape, -1) for a in left))
-            mid = out.value
+
+        def by_slot(a):
+            return jnp.zeros_like(a).at[routing.slot].set(a).reshape(*ids.shape, -1)
+
+        mid = self._kernel_input("expert_mid", mid, sites, by_slot)
         y = expert_matmul.expert_matmul(mid, down, routing).reshape(*gates.shape, -1)
         return rounded(jnp.sum(y * gates[..., None], axis=1).reshape(x.shape), x.dtype)
+
+    def _kernel_input(self, site, x, sites: Sites, order=lambda a: a):
+        """Quantizes x [..., width] at a site; `order` brings its record to [B, S, rows, ...]."""
+        x, fmt = sites.perturb(site, x), getattr(sites.spec.precision, site)
+        if fmt is not None and sites.spec.audit_rows:
+            out = fp4.quantize_site(x, fmt)
+            sites.leave(site, *(order(a) for a in (out.codes, out.scale_bytes, out.outer)))
+            return out.value
+        value, left = sites.quantize_rows(site, x)
+        if left is not None:
+            sites.keep(site, jax.tree.map(order, left))
+        return value
 
     def _biases(self, experts: int):
         """FP32 [experts, 2 x expert_dim] and [experts, hidden], or None."""

@@ -14,8 +14,16 @@ from trace_jax.kernels import kv_attention, kv_pages
 from trace_jax.kernels.kv_append import append
 from trace_jax.kernels.kv_pages import KVPages
 from trace_jax.kernels.kv_units import KV_FORMAT
-from trace_jax.model.attention import KVPlane, attend, decode_plane, empty_plane, visible
+from trace_jax.model.attention import (
+    KVPlane,
+    attend,
+    decode_plane,
+    empty_plane,
+    store,
+    visible,
+)
 from trace_jax.model.config import ModelConfig
+from trace_jax.model.sites import Sites
 
 
 def empty_pool(
@@ -77,40 +85,55 @@ class Pages:
     table: jax.Array
     valid: jax.Array
 
-    def step(
-        self, q, new, pool, positions, formats_: LayerPrecision, window, sinks
-    ) -> tuple[jax.Array, dict[str, KVPlane] | KVPages]:
+    def step(self, q, k, v, pool, positions, sites: Sites, window, sinks):
         """Stores the new keys and values and attends to all that a sequence has.
 
         Args:
-          q: [B, S, heads, head_dim], rotated.
-          new: "k" and "v": values [B, S, kv_heads, head_dim] as they came, and their
-            stored form.
+          q, k, v: [B, S, heads, head_dim], rotated, not quantized.
           pool: of this layer.
           positions: int32 [B, S]. With S above 1 and a kernel pool consecutive, from the
             start of a page on.
+          sites: quantize and record K and V.
           window: keys a query sees; 0 or None is all. A kernel pool takes a number.
           sinks: FP32 [heads] or None.
 
         Returns:
           [B, S, heads * head_dim] in q's dtype, and the pool.
         """
-        if not isinstance(pool, KVPages):
-            pool = {name: _write(pool[name], new[name][1], self, positions) for name in "kv"}
-            k, v = (
-                decode_plane(_of_sequence(pool[name], self.table), q.shape[-1], fmt)
-                for name, fmt in (("k", formats_.k), ("v", formats_.v))
-            )
-            return _attend_all(q, k, v, positions, window, sinks), pool
-        k, v = new["k"][0], new["v"][0]
-        if q.shape[1] > 1:
+        if isinstance(pool, KVPages) and q.shape[1] == 1:
+            return self._decode(q, k, v, pool, positions, sites, window, sinks)
+        (k, k_stored), (v, v_stored) = ((x, store(n, x, sites)[1]) for n, x in (("k", k), ("v", v)))
+        if isinstance(pool, KVPages):
             pool = _write_whole_pages(pool, self, positions, k, v)
             k, v = kv_pages.read_pages(pool, self.table)  # [B, pages, kv_heads, page, head_dim]
             k, v = (x.swapaxes(2, 3) for x in (k, v))
             k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (k, v))
             return _attend_all(q, k, v, positions, window, sinks), pool
+        new = {"k": k_stored, "v": v_stored}
+        pool = {name: _write(pool[name], new[name], self, positions) for name in "kv"}
+        k, v = (
+            decode_plane(
+                _of_sequence(pool[name], self.table),
+                q.shape[-1],
+                getattr(sites.spec.precision, name),
+            )
+            for name in "kv"
+        )
+        return _attend_all(q, k, v, positions, window, sinks), pool
+
+    def _decode(self, q, k, v, pool, positions, sites: Sites, window, sinks):
+        """One token a sequence, by the kernels."""
+        k, v = sites.perturb("k", k), sites.perturb("v", v)
+        bits = {name: sites.record_bits(name) for name in "kv"}
+        if sites.spec.audit_rows:
+            store("k", k, sites), store("v", v, sites)  # whole codes, for the ledger
+            bits = {"k": None, "v": None}
+        wanted = next((b for b in bits.values() if b is not None), None)
         at = jnp.where(self.valid, positions, -1)[:, 0]
-        pool = append(pool, self.table, at, k[:, 0], v[:, 0]).pages
+        pool, *left = append(pool, self.table, at, k[:, 0], v[:, 0], record=wanted)
+        for name, guidance in zip("kv", left, strict=True):
+            if bits[name] is not None:
+                sites.keep(name, jax.tree.map(lambda a: a[:, None], guidance))
         out = kv_attention.paged_attention(
             q[:, 0],
             pool,

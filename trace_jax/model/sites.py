@@ -13,6 +13,7 @@ from flax import struct
 
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, Guide, LayerPrecision, Quantized, SiteGuidance
+from trace_jax.kernels.fake_quantize import fake_quantize_rows
 from trace_jax.model.config import LayerKind
 from trace_jax.model.layers import rounded
 
@@ -73,10 +74,16 @@ class SiteOutputs:
 
 
 class Sites:
-    """The sites of one layer during one trace; collects what they leave."""
+    """The sites of one layer during one trace; collects what they leave.
 
-    def __init__(self, spec: LayerSpec, plan: GuidancePlan, inputs: SiteInputs):
-        self.spec, self.plan, self.inputs = spec, plan, inputs
+    `decoding`: a rollout's program, which may take ops that do a step's small work in one
+    launch and have no gradient.
+    """
+
+    def __init__(
+        self, spec: LayerSpec, plan: GuidancePlan, inputs: SiteInputs, decoding: bool = False
+    ):
+        self.spec, self.plan, self.inputs, self.decoding = spec, plan, inputs, decoding
         self.outputs = SiteOutputs(recorded={}, audit={})
 
     def perturb(self, site: str, x: jax.Array) -> jax.Array:
@@ -111,6 +118,22 @@ class Sites:
         out = fp4.quantize_site(x, fmt, self.guide(site))
         self.leave(site, out.codes, out.scale_bytes, out.outer)
         return out.value, out
+
+    def quantize_rows(self, site: str, x: jax.Array) -> tuple[jax.Array, SiteGuidance | None]:
+        """`quantize` in one launch, for x [..., width]: values, and guidance if it is recorded."""
+        fmt = getattr(self.spec.precision, site)
+        if fmt is None:
+            return x, None
+        value, left = fake_quantize_rows(x, fmt, record=self.record_bits(site))
+        return value.astype(x.dtype), left
+
+    def keep(self, site: str, guidance: SiteGuidance) -> None:
+        """Keeps guidance [B, S, rows, ...] that an op made, with whole scale bytes."""
+        self.outputs.recorded[site] = fp4.with_small_scales(guidance, self.plan)
+
+    def record_bits(self, site: str) -> int | None:
+        """Bits a value that are recorded at a site; None where nothing is."""
+        return self.plan.bits if site in self.spec.recorded else None
 
     def leave(self, site: str, codes, scale_bytes, outer) -> None:
         """Keeps a site's outcome [B, S, rows, ...] as far as the spec asks for it."""

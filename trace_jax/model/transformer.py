@@ -303,7 +303,7 @@ def apply(
             noise_key=key,
             noise=noise,
         )
-        sites = Sites(spec, numerics.plan, site_inputs)
+        sites = Sites(spec, numerics.plan, site_inputs, decoding=pages is not None)
         layer = DecoderLayer(config, spec.kind)
         x, layer_cache, ids, layer_balance = layer.apply(
             {"params": layer_params},

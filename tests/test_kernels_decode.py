@@ -1,0 +1,149 @@
+"""The small ops of a decode step, one suite for every version, against float64 and the codec."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_helpers import poison, versions
+
+from trace_jax import fp4
+from trace_jax.fp4 import NVFP4, GuidancePlan
+from trace_jax.kernels.fake_quantize import fake_quantize_rows
+from trace_jax.kernels.norm_rotary import norm_rotary
+from trace_jax.kernels.top_k import choose_experts
+
+VERSIONS = pytest.mark.parametrize("version", versions())
+ROWS_FORMAT = NVFP4.replace(outer="pow2")
+
+fake = jax.jit(fake_quantize_rows, static_argnames=("fmt", "record", "version"))
+choose = jax.jit(choose_experts, static_argnames=("top_k", "normalize", "version"))
+turn = jax.jit(norm_rotary, static_argnames=("eps", "version"))
+site = jax.jit(fp4.quantize_site, static_argnums=1)
+
+
+def rows(count, width, seed=0):
+    """BF16 rows with blocks of every size, ties, zeros, and the largest values."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, width // 16, 16)) * 2.0 ** rng.integers(
+        -12, 12, (count, width // 16, 1)
+    )
+    x = x.reshape(count, width)
+    ties = np.tile([0.25, 0.75, -1.25, 1.75, 2.5, -3.5, 5, 6], width // 8)
+    x[0], x[1], x[2], x[3] = 0, ties, -ties * 48, x[3] * 2.0**100
+    x[4, ::2] = -0.0
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+# --- fake quantization ---
+
+
+@VERSIONS
+@pytest.mark.parametrize("width", (64, 768, 2048, 4096))
+def test_values_and_guidance_are_the_codecs(version, width):
+    x = rows(70, width)
+    out = site(x, ROWS_FORMAT)
+    for bits in (1, 4, 0):
+        poison((x.shape, jnp.bfloat16))
+        value, left = fake(x, ROWS_FORMAT, record=bits, version=version)
+        want = fp4.compact(out.codes, out.scale_bytes, GuidancePlan(bits=bits))
+        np.testing.assert_array_equal(
+            np.asarray(value, np.float32), np.asarray(out.value, np.float32)
+        )
+        np.testing.assert_array_equal(left.scales, want.scales)
+        assert (left.bits is None) == (bits == 0)
+        if bits:
+            np.testing.assert_array_equal(left.bits, want.bits)
+    value, left = fake(x, ROWS_FORMAT, version=version)
+    assert left is None and value.shape == x.shape
+
+
+@VERSIONS
+def test_a_row_with_nan_or_inf_is_nan_and_its_neighbours_are_not(version):
+    x = rows(5, 64).at[1, 3].set(jnp.nan).at[3, 60].set(-jnp.inf)
+    value, left = fake(x, ROWS_FORMAT, record=1, version=version)
+    bad = np.isnan(np.asarray(value, np.float32)).all(axis=1)
+    np.testing.assert_array_equal(bad, [False, True, False, True, False])
+    assert (np.asarray(left.scales)[[1, 3]] == 0x7F).all()
+
+
+# --- routing ---
+
+
+@VERSIONS
+@pytest.mark.parametrize(
+    "experts,top_k", ((128, 8), (64, 8), (32, 4), (7, 2), (256, 10), (512, 32))
+)
+def test_experts_are_the_largest_and_gates_their_softmax(version, experts, top_k):
+    rng = np.random.default_rng(experts)
+    logits = (rng.normal(size=(37, experts)) * 3).astype(np.float32)
+    probs = np.exp(logits - logits.max(-1, keepdims=True), dtype=np.float64)
+    probs /= probs.sum(-1, keepdims=True)
+    want = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
+    picked = np.take_along_axis(probs, want, -1)
+    for normalize in (False, True):
+        ids, gates = choose(jnp.asarray(logits), top_k, normalize=normalize, version=version)
+        np.testing.assert_array_equal(ids, want)
+        share = picked / picked.sum(-1, keepdims=True) if normalize else picked
+        np.testing.assert_allclose(gates, share, rtol=3e-6)
+
+
+@VERSIONS
+def test_equal_logits_go_to_the_lower_expert(version):
+    logits = jnp.zeros((3, 128)).at[1, 100].set(1.0).at[2].set(jnp.tile(jnp.arange(4.0), 32))
+    ids, _ = choose(logits, 4, normalize=True, version=version)
+    np.testing.assert_array_equal(ids, [[0, 1, 2, 3], [100, 0, 1, 2], [3, 7, 11, 15]])
+
+
+@VERSIONS
+def test_a_token_without_a_number_still_names_experts_that_exist(version):
+    ids, _ = choose(jnp.full((2, 16), jnp.nan), 4, normalize=True, version=version)
+    assert (np.asarray(ids) < 16).all() and (np.asarray(ids) >= 0).all()
+
+
+# --- norm and rotation ---
+
+
+def bf16(x):
+    return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
+
+
+@VERSIONS
+@pytest.mark.parametrize("normed", (True, False))
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_heads_are_normed_then_turned(version, d, normed):
+    rng = np.random.default_rng(d)
+    q, k = (jnp.asarray(rng.normal(size=(9, h, d)) * 3, jnp.bfloat16) for h in (6, 2))
+    weights = [jnp.asarray(rng.uniform(0.5, 2, d), jnp.float32) for _ in range(2)]
+    angle = rng.uniform(0, 6, (9, d // 2))
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    given = weights if normed else [None, None]
+    got = turn(q, k, *given, cos, sin, eps=1e-6, version=version)
+    for x, weight, y in zip((q, k), weights, got, strict=True):
+        x = np.asarray(x, np.float64)
+        if normed:
+            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+            x = bf16(x)
+        a, b = x[..., : d // 2], x[..., d // 2 :]
+        c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        want = np.concatenate([a * c - b * s, b * c + a * s], -1)
+        error = np.abs(np.asarray(y, np.float64) - want)
+        # A BF16 step of the result, and one of the normed value where it fell the other way.
+        size = np.maximum(
+            np.abs(want), np.hypot(*np.split(x, 2, -1)).repeat(2, -1).reshape(x.shape)
+        )
+        assert (error <= size * 2.0**-8 + 1e-6).all()
+        assert error.mean() <= 0.25 * np.abs(want).mean() * 2.0**-7
+
+
+# --- refusals ---
+
+
+def test_a_named_version_that_cannot_run_says_why():
+    x = rows(8, 64)
+    with pytest.raises(ValueError, match="fake_quantize: version 'hopper' cannot run"):
+        fake_quantize_rows(x, fp4.MXFP4, version="hopper")
+    with pytest.raises(ValueError, match="up to 512 experts"):
+        choose_experts(jnp.zeros((1, 1024)), 4, normalize=True, version="hopper")
+    q = jnp.zeros((1, 2, 96), jnp.bfloat16)
+    with pytest.raises(ValueError, match="heads of 64, 128 or 256, not 96"):
+        norm_rotary(q, q, None, None, jnp.ones((1, 48)), jnp.ones((1, 48)), eps=0, version="hopper")
