@@ -18,6 +18,7 @@ from helpers import SHAPE
 
 from trace_jax import model
 from trace_jax.config import Config, ConfigError, default, freeze, to_dict
+from trace_jax.model.transformer import depth, stacks_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -291,7 +292,7 @@ def test_config_file_loads_freezes_and_has_a_model(name):
     params = jax.eval_shape(lambda key: model.init(config.model, key), jax.random.key(0))
     m = config.model
     assert params["embed"].shape == (m.vocab_size, m.hidden)
-    assert all(a.shape[0] == m.num_layers for a in jax.tree.leaves(params["layers"]))
+    assert sum(map(depth, stacks_of(params["layers"]))) == m.num_layers
     assert f"--config=configs/{name}.py" in module.__doc__, "the command that runs it"
     assert re.search(r"minute|hour|Not run", module.__doc__), "how long it takes, if known"
 
