@@ -95,9 +95,10 @@ class ModelConfig:
         for name in ("vocab_size", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} is {getattr(self, name)}; write 1 or more")
-        for ok, message in (*_attention_checks(self), *_expert_checks(self)):
-            if not ok:
-                raise ValueError(f"model: {message}")
+        for checks in (_attention_checks, _rotary_checks, _kind_checks, _expert_checks):
+            for ok, message in checks(self):
+                if not ok:
+                    raise ValueError(f"model: {message}")
 
     @property
     def slots(self) -> int:
@@ -142,7 +143,6 @@ class ModelConfig:
 
 
 def _attention_checks(c: ModelConfig) -> tuple[tuple[bool, str], ...]:
-    delta, latent = c.delta, c.latent
     return (
         (
             c.num_heads % c.num_kv_heads == 0,
@@ -161,6 +161,16 @@ def _attention_checks(c: ModelConfig) -> tuple[tuple[bool, str], ...]:
             c.dtype in ("bfloat16", "float32"),
             f"dtype is {c.dtype!r}; write bfloat16 or float32",
         ),
+    )
+
+
+def _rotary_checks(c: ModelConfig) -> tuple[tuple[bool, str], ...]:
+    return (
+        (c.head_dim % 2 == 0, f"head_dim {c.head_dim} must be even (rotary pairs)"),
+        (
+            c.qk_norm_over in ("head", "projection"),
+            f"qk_norm_over is {c.qk_norm_over!r}; write head or projection",
+        ),
         (
             c.yarn.factor == 1.0 or c.yarn.original_positions > 0,
             "yarn.factor is not 1; write yarn.original_positions",
@@ -178,6 +188,12 @@ def _attention_checks(c: ModelConfig) -> tuple[tuple[bool, str], ...]:
             f"rotary_fraction is {c.rotary_fraction}; write a share of head_dim "
             f"({c.head_dim}) that is an even number",
         ),
+    )
+
+
+def _kind_checks(c: ModelConfig) -> tuple[tuple[bool, str], ...]:
+    delta, latent = c.delta, c.latent
+    return (
         (c.full_attention_every >= 1, "full_attention_every is below 1; write 1 or more"),
         (
             c.full_attention_every == 1
