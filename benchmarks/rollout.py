@@ -11,6 +11,7 @@ A case is precision:batch:context:regime, with precision bf16, nvfp4 or nvfp4+gu
 compact plan: one bit, all planned layers, to the host). Ratios compare rows of one regime.
 """
 
+import concurrent.futures
 import dataclasses
 import datetime
 import gc
@@ -19,6 +20,7 @@ import pathlib
 import re
 import tempfile
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,10 @@ from ml_collections import config_flags
 from trace_jax import fp4, model, sync
 from trace_jax.config import freeze
 from trace_jax.fp4 import BF16_POLICY, GuidancePlan, PrecisionPolicy, Rule
-from trace_jax.kernels import kv_pages
+from trace_jax.kernels import cuda_build, dispatch, kv_pages
+from trace_jax.rollout import store
 from trace_jax.rollout.continuous import ContinuousEngine
-from trace_jax.rollout.programs import CacheConfig, ProgramConfig
+from trace_jax.rollout.programs import CacheConfig, ProgramConfig, Slots, decode, empty_pools
 from trace_jax.rollout.scheduler import Sequence
 
 FLAGS = flags.FLAGS
@@ -39,7 +42,7 @@ CONFIG = config_flags.DEFINE_config_file(
     "config", "configs/qwen3_30b_a3b.py", "Configuration whose model is timed."
 )
 flags.DEFINE_integer("layers", 0, "layers to keep, for a quick look; 0: all")
-flags.DEFINE_integer("steps", 16, "decode steps of a dispatch")
+flags.DEFINE_integer("steps", 32, "decode steps of a dispatch")
 flags.DEFINE_integer("dispatches", 4, "timed dispatches of a case; the median counts")
 flags.DEFINE_integer("top", 0, "kernels of the profile to print, longest first")
 flags.DEFINE_list("cases", [], "precision:batch:context:regime; default: those of the table")
@@ -97,7 +100,7 @@ def random_params(config, format_: str) -> dict:
     first = draw(keys[0])
     layers = [first["layers"][0]]
     for key in keys[1:]:
-        layers.append(jax.block_until_ready(draw(key)["layers"][0]))
+        layers.append(draw(key)["layers"][0])
     return {**first, "layers": tuple(layers)}
 
 
@@ -126,8 +129,16 @@ class Decoder(ContinuousEngine):
     def _keep(self, record, rows, positions) -> None:
         super()._keep(record, rows, positions - self.first)
 
+    def _empty_store(self):
+        # Shapes of the compiled program: prefill is not traced.
+        like = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((*a.shape[1:3], 1, *a.shape[3:]), a.dtype),
+            self._decode.out_info[1].record,
+        )
+        return store.empty_store(like, self.rows, self.record_length, 0, host=True)
 
-def engine_of(case: Case, config, steps: int) -> ContinuousEngine:
+
+def programs_of(case: Case, config, steps: int) -> ProgramConfig:
     room = steps * (FLAGS.dispatches + 4)
     length = case.context + room
     pages = case.batch * -(-length // kv_pages.PAGE) + 1
@@ -137,8 +148,36 @@ def engine_of(case: Case, config, steps: int) -> ContinuousEngine:
     )  # fmt: skip
     plan = COMPACT if "guidance" in case.precision else fp4.NO_GUIDANCE
     precision = precision_of(case.format, config.num_layers)
-    programs = ProgramConfig(config, precision, cache, eos_ids=(), plan=plan)
-    return Decoder(programs, case.batch, record_on="host")
+    return ProgramConfig(config, precision, cache, eos_ids=(), plan=plan)
+
+
+def compile_decode(programs: ProgramConfig, params):
+    """The decode program of a case, compiled from shapes alone."""
+    c, shape = programs.cache, jax.ShapeDtypeStruct
+    ints = lambda *s: shape(s, jnp.int32)
+    told = Slots(
+        table=ints(c.slots, c.table_pages), position=ints(c.slots),
+        known=ints(c.slots, c.steps + 1), count=ints(c.slots), limit=ints(c.slots),
+        keys=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), c.slots)),
+    )  # fmt: skip
+    pools = jax.eval_shape(lambda: empty_pools(programs))
+    step = jax.jit(partial(decode, programs), donate_argnums=1)
+    return step.lower(params, pools, told, None).compile()
+
+
+def compile_all(cases, config, shapes) -> dict[Case, concurrent.futures.Future]:
+    """Decode programs of all cases, compiled side by side."""
+    if cuda_build.hopper_refusal() is None:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            names = [p.stem for p in cuda_build.SOURCES.glob("*.cu")]
+            list(pool.map(cuda_build.build, names))
+    pool = concurrent.futures.ThreadPoolExecutor(len(cases))
+    return {
+        case: pool.submit(
+            compile_decode, programs_of(case, config, FLAGS.steps), shapes[case.format]
+        )
+        for case in cases
+    }
 
 
 def occupy(engine: ContinuousEngine, case: Case) -> None:
@@ -219,8 +258,9 @@ def ceiling_ms(case: Case, config, engine, copy: float) -> float:
     return (dense + hit * experts + kv) / copy / 1e3
 
 
-def run_case(case: Case, config, params, copy: float) -> dict:
-    engine = engine_of(case, config, FLAGS.steps)
+def run_case(case: Case, config, params, compiled, copy: float) -> dict:
+    engine = Decoder(programs_of(case, config, FLAGS.steps), case.batch, record_on="host")
+    engine._decode = compiled.result()
     engine.load(params)
     occupy(engine, case)
     start = time.perf_counter()
@@ -253,7 +293,8 @@ def run_case(case: Case, config, params, copy: float) -> dict:
 def copy_bandwidth() -> float:
     """Bytes read and written a microsecond by a copy of 2 GiB."""
     flip = jax.jit(lambda a: a ^ jnp.uint32(1))
-    a = jax.block_until_ready(flip(jnp.zeros(2**29, jnp.uint32)))
+    words = 2**29 if dispatch.platform() == "gpu" else 2**20
+    a = jax.block_until_ready(flip(jnp.zeros(words, jnp.uint32)))
     times = []
     for _ in range(9):
         start = time.perf_counter()
@@ -271,13 +312,15 @@ def main(_):
     copy = copy_bandwidth()
     print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
     cases = [Case.parse(text) for text in FLAGS.cases or CASES]
-    rows = []
-    for format_ in ("bf16", "nvfp4"):
-        mine = [case for case in cases if case.format == format_]
-        params = random_params(config, format_) if mine else None
-        for case in mine:
-            rows.append(run_case(case, config, params, copy))
-            gc.collect()
+    formats = [f for f in ("bf16", "nvfp4") if any(case.format == f for case in cases)]
+    shapes = {f: jax.eval_shape(lambda f=f: random_params(config, f)) for f in formats}
+    compiled, rows = compile_all(cases, config, shapes), []
+    for format_ in formats:
+        params = random_params(config, format_)
+        for case in cases:
+            if case.format == format_:
+                rows.append(run_case(case, config, params, compiled.pop(case), copy))
+                gc.collect()
         del params
         gc.collect()
     for row in rows:

@@ -12,6 +12,7 @@ from trace_jax.fp4 import NVFP4, GuidancePlan, compact, quantize_site
 from trace_jax.kernels import kv_pages as kp
 from trace_jax.kernels import kv_units
 from trace_jax.kernels.kv_append import append
+from trace_jax.kernels.kv_attention import paged_attention
 
 HEADS = 2
 VERSIONS = pytest.mark.parametrize("version", versions())
@@ -97,11 +98,17 @@ def test_the_record_is_what_the_guidance_keeps(version, bits, d):
 @pytest.mark.parametrize("kind", ("nvfp4", "fp8"))
 @pytest.mark.parametrize("bad", (jnp.nan, jnp.inf, -jnp.inf))
 def test_bad_rows_are_seen(version, kind, bad):
-    k = tokens(0, 2, 64, HEADS, 64).at[1, 5, 0, 3].set(bad)
+    k = tokens(7, 2, 64, HEADS, 64).clip(-99, 99).at[1, 5, 0, 3].set(bad)
     pages = add_all(kp.new_pages(2, HEADS, 64, kind), jnp.arange(2)[:, None], k, k, version)
     for value in jax.jit(kp.read_pages)(pages, jnp.arange(2)):
         finite = np.isfinite(np.asarray(value)).any(axis=-1)
         assert not finite[1, 0, 5] and finite.sum() == finite.size - 1
+    q = jnp.ones((2, HEADS, 64), jnp.bfloat16)
+    table, lengths = jnp.arange(2)[:, None], jnp.full(2, 64)
+    out = paged_attention(q, pages, table, lengths, scale=0.1, version=version)
+    assert np.isfinite(np.asarray(out, np.float32)).all(axis=-1).tolist() == [
+        [True, True], [False, True],
+    ]  # fmt: skip
 
 
 @ON_GPU

@@ -54,9 +54,9 @@ def test_the_compiled_codec_and_the_kernels_agree_on_a_million_values():
     tops = jax.random.randint(jax.random.key(3), (1024, 128, 1), 8, 16).astype(jnp.float32)
     middles = jnp.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 2)  # of scale tops
     middles = jax.random.permutation(jax.random.key(4), middles, independent=True)
-    tied = jnp.arange(128)[:, None] % 2 == 0
-    x = jnp.where(tied, tops * middles, x.reshape(1024, 128, 16)) * jnp.exp2(power * 1.0)
-    x = x.reshape(1024, 2048).astype(jnp.bfloat16)
+    tied = jnp.arange(128).reshape(1, 128, 1) % 2 == 0
+    x = jnp.where(tied, tops * middles.reshape(1, 1, 16), x.reshape(1024, 128, 16))
+    x = (x * jnp.exp2(power.astype(jnp.float32))).reshape(1024, 2048).astype(jnp.bfloat16)
     run = jax.jit(quantize_rows, static_argnames="version")
     fast, compiled = (run(x, version=v) for v in ("hopper", "reference"))
     with jax.default_device(jax.devices("cpu")[0]):

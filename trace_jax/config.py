@@ -101,6 +101,8 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     engine_noise: float = 0.0  # relative noise at the sites; emulates a foreign engine
+    engine: str = "batch"  # batch: all rows step together | continuous: they come and go in slots
+    slots: int = 0  # of the continuous engine; 0: one a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,6 +361,7 @@ _AT_LEAST = {
     "rl.score_centering": 0,
     "rl.balance_coef": 0,
     "rollout.engine_noise": 0,
+    "rollout.slots": 0,
     "optim.warmup_steps": 0,
     "optim.weight_decay": 0,
     "optim.max_bad_steps": 1,
@@ -392,6 +395,7 @@ def _validate(c: Config) -> None:
     _choice("mode", c.mode, MODES)
     _choice("rl.algorithm", c.rl.algorithm, tuple(ALGORITHMS))
     _choice("rl.correction", c.rl.correction, KINDS)
+    _choice("rollout.engine", c.rollout.engine, ("batch", "continuous"))
     _choice("rl.old_logprobs", c.rl.old_logprobs, ("learner", "rollout"))
     for name in ("weights", "activations", "kv"):
         _choice(f"precision.{name}", getattr(c.precision, name), (*FORMATS, "bf16"))

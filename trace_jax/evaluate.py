@@ -8,7 +8,7 @@ from trace_jax import sync
 from trace_jax.config import Config
 from trace_jax.fp4 import LayerPrecision
 from trace_jax.play import Player, engine_shape
-from trace_jax.rollout import Engine, EngineConfig
+from trace_jax.rollout import EngineConfig, make_engine
 from trace_jax.rollout.sampling import request_keys
 from trace_jax.scoring import episode_rewards, first_problems, make_prompts, problem_set, score
 from trace_jax.tasks.tokenizer import Tokenizer
@@ -29,14 +29,17 @@ class Evaluator:
         count = config.eval.problems
         problems = first_problems(problem_set(config, "heldout"), count)
         self.prompts = make_prompts(problems, self.tokenizer, config)
-        self.engine = Engine(
+        self.engine = make_engine(
+            config.rollout.engine,
             EngineConfig(
                 config.model,
                 precision,
                 self.tokenizer.eos_ids,
                 temperature=config.rollout.temperature,
                 **engine_shape(config, config.eval.samples),
-            )
+            ),
+            slots=config.rollout.slots,
+            turns=config.task.multiturn,
         )
         self.player = Player(config, self.engine, tokenizer, config.eval.samples, mesh)
         self.sync = jax.jit(lambda params: sync.to_rollout(params, precision))

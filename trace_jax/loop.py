@@ -24,7 +24,7 @@ from trace_jax.play import Played, Player, engine_shape, episode_counts
 from trace_jax.pretrained import run_params, run_tokenizer
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
-from trace_jax.rollout import Engine, EngineConfig, Rollout
+from trace_jax.rollout import Engine, EngineConfig, Rollout, make_engine
 from trace_jax.rollout.sampling import request_keys
 from trace_jax.runs import create_run_dir
 from trace_jax.scoring import choose, episode_rewards, make_prompts, problem_set, score
@@ -94,7 +94,8 @@ class Actor:
         self.config, self.mesh = config, mesh
         self.tokenizer = run_tokenizer(config)
         self.problems = problem_set(config, "train")
-        self.engine = Engine(
+        self.engine = make_engine(
+            config.rollout.engine,
             EngineConfig(
                 model=config.model,
                 precision=mode.rollout,
@@ -104,7 +105,9 @@ class Actor:
                 audit_rows=config.ledger.audit_rows,
                 noise=config.rollout.engine_noise,
                 **engine_shape(config, config.rl.samples),
-            )
+            ),
+            slots=config.rollout.slots,
+            turns=config.task.multiturn,
         )
         self.player = Player(config, self.engine, self.tokenizer, config.rl.samples, mesh)
         self.sync = jax.jit(lambda params: sync.to_rollout(params, mode.rollout))
@@ -207,7 +210,8 @@ class Trainer:
 
         def sampled(params):
             keys = jax.random.split(jax.random.key(0), self.config.rows)
-            rollout = self.actor.engine(params, *self.actor.player.opening(prompts), keys)
+            plain = Engine(self.actor.engine.config)  # of the same shapes, and can be traced
+            rollout = plain(params, *self.actor.player.opening(prompts), keys)
             return first_rows(rollout, self.config.ledger.audit_rows)
 
         like = jax.eval_shape(lambda p: sampled(self.actor.sync(p)), train.params)
@@ -294,6 +298,11 @@ class Trainer:
 def _check_rows(config: Config, mesh) -> None:
     """Refuses before any work what would not divide over the devices later."""
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    require(
+        config.rollout.engine == "batch" or mesh.size == 1,
+        f"rollout.engine is 'continuous', which runs on one device so far, and the mesh has "
+        f"{mesh.size}; write rollout.engine='batch'",
+    )
     counts = {
         "rl.prompts_per_step": config.rl.prompts_per_step,
         "eval.problems": config.eval.problems,
@@ -380,9 +389,7 @@ def train(
     final = state["train"]
     trainer.record_audit(config.rl.steps, final)
     judged = functools.cache(lambda evaluate: evaluate(final.params))
-    after, own, bf16 = map(
-        judged, (trainer.evaluate, trainer.evaluate_own, trainer.evaluate_bf16)
-    )
+    after, own, bf16 = map(judged, (trainer.evaluate, trainer.evaluate_own, trainer.evaluate_bf16))
     path = trainer.checkpoints.directory / str(config.rl.steps)
     return Result(final.params, before, after, own, bf16, last, path, time.perf_counter() - begun)
 

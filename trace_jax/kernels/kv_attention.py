@@ -4,7 +4,8 @@ Contract, for every version: with K, V the values stored in the pages (the curre
 included) and s = scale * q K^T in FP32,
   out = softmax([s, sink])[:-1] V  over the tokens max(0, length - window) <= i < length,
 per query head; heads h * group .. (h + 1) * group - 1 share KV head h. A sequence of length 0
-gives zeros. What the slots outside that range hold has no effect, NaN included. The fast
+gives zeros. What the slots outside that range hold has no effect, NaN included. With a window
+of recent tokens (kv_recent), the last W come from it and the others from the pages. The fast
 version rounds probabilities to BF16 before the product with V, and sums them before.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu
 from trace_jax.kernels.kv_pages import KVPages, read_pages
+from trace_jax.kernels.kv_recent import read_recent
 
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
 # (kind, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
@@ -33,15 +35,28 @@ HOPPER_VARIANTS = {
 HOPPER_BATCH = 4096
 
 
-def _reference(q, pages, table, lengths, scale, window, sink):
+def _tokens(pages, table, lengths, recent):
+    """K and V, FP32 [batch, kv_heads, n, D], and which tokens they are, int32 [batch, n].
+
+    Slots to leave out are numbered -1.
+    """
+    k, v = read_pages(pages, table)  # [batch, max_pages, kv_heads, 64, D]
+    k, v = (x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1, x.shape[-1]) for x in (k, v))
+    token = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
+    if recent is None:
+        return k, v, jnp.where(token < lengths[:, None], token, -1)
+    new_k, new_v, new_token = read_recent(recent, lengths)
+    token = jnp.where(token < lengths[:, None] - new_k.shape[2], token, -1)
+    k, v = (jnp.concatenate(x, axis=2) for x in ((k, new_k), (v, new_v)))
+    return k, v, jnp.concatenate([token, new_token], axis=1)
+
+
+def _reference(q, pages, table, lengths, scale, window, sink, recent):
     batch, heads, d = q.shape
     kv_heads = pages.kv_heads
-    k, v = read_pages(pages, table)  # [batch, max_pages, kv_heads, 64, D]
-    k, v = (x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, d) for x in (k, v))
-    token = jnp.arange(k.shape[2])
+    k, v, token = _tokens(pages, table, lengths, recent)
     low = jnp.maximum(lengths - window, 0) if window else jnp.zeros_like(lengths)
-    live = (token[None] >= low[:, None]) & (token[None] < lengths[:, None])
-    live = live[:, None, None]
+    live = (token >= low[:, None])[:, None, None]
     v = jnp.where(live[:, :, 0, :, None], v, 0.0)  # 0 x NaN is NaN
     grouped = q.astype(jnp.float32).reshape(batch, kv_heads, -1, d)
     exact = jax.lax.Precision.HIGHEST
@@ -54,12 +69,12 @@ def _reference(q, pages, table, lengths, scale, window, sink):
     total = jnp.sum(p, axis=-1, keepdims=True)
     total = total if extra is None else total + jnp.exp(extra - top)
     out = jnp.einsum("bhgt,bhtd->bhgd", p, v, precision=exact)
-    out = jnp.where(total > 0, out / total, 0.0)
+    out = jnp.where(total == 0, 0.0, out / total)  # NaN stays
     out = jnp.where((lengths > 0)[:, None, None, None], out, 0.0)
     return out.reshape(batch, heads, d).astype(jnp.bfloat16)
 
 
-def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
+def _hopper(q, pages, table, lengths, scale, window, sink, recent=None, variant=None):
     batch, heads, d = q.shape
     kv_heads = pages.kv_heads
     index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
@@ -78,7 +93,7 @@ def _hopper(q, pages, table, lengths, scale, window, sink, variant=None):
     )[0]  # fmt: skip
 
 
-def _tpu(q, pages, table, lengths, scale, window, sink, interpret=False):
+def _tpu(q, pages, table, lengths, scale, window, sink, recent=None, interpret=False):
     return kv_attention_tpu.attention(
         q, pages.arrays, table, lengths, scale, window, sink, interpret
     )
@@ -92,7 +107,9 @@ VERSIONS = {
 }
 
 
-def _pallas_refusal(q, pages) -> str | None:
+def _pallas_refusal(q, pages, recent) -> str | None:
+    if recent is not None:
+        return "it does not read a window of recent tokens"
     if q.dtype != jnp.bfloat16:
         return f"it takes BF16 queries, not {q.dtype}"
     if pages.layout != "tpu":
@@ -100,13 +117,15 @@ def _pallas_refusal(q, pages) -> str | None:
     return None
 
 
-def _tpu_refusal(q, pages) -> str | None:
+def _tpu_refusal(q, pages, recent) -> str | None:
     if dispatch.platform() != "tpu":
         return f"it needs a TPU; the platform is {dispatch.platform()}"
-    return _pallas_refusal(q, pages)
+    return _pallas_refusal(q, pages, recent)
 
 
-def _hopper_refusal(q, pages) -> str | None:
+def _hopper_refusal(q, pages, recent) -> str | None:
+    if recent is not None:
+        return "it does not read a window of recent tokens"
     if pages.layout != "hopper":
         return f"it takes pages in the layout 'hopper', not {pages.layout!r}"
     if q.dtype != jnp.bfloat16:
@@ -125,6 +144,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     sink: jax.Array | None = None,
+    recent: KVPages | None = None,
     version: str = "auto",
 ) -> jax.Array:
     """Attention of one token a sequence; the module docstring is the contract.
@@ -138,6 +158,7 @@ def paged_attention(
       scale: softmax scale, usually D ** -0.5.
       window: sliding window in tokens, the current one included; None for all.
       sink: FP32 [query heads], a logit a head that takes probability and gives nothing.
+      recent: the last tokens in BF16, from kv_recent.new_recent; None: all from the pages.
       version: "auto", "reference", "hopper", "pallas_tpu", or "pallas_interpret" (the TPU
         kernel, interpreted: slow, anywhere).
 
@@ -157,10 +178,10 @@ def paged_attention(
         raise ValueError(f"paged_attention: window is {window}; write a positive number or None")
     refusals = {
         "reference": lambda: None,
-        "hopper": lambda: _hopper_refusal(q, pages),
-        "pallas_tpu": lambda: _tpu_refusal(q, pages),
-        "pallas_interpret": lambda: _pallas_refusal(q, pages),
+        "hopper": lambda: _hopper_refusal(q, pages, recent),
+        "pallas_tpu": lambda: _tpu_refusal(q, pages, recent),
+        "pallas_interpret": lambda: _pallas_refusal(q, pages, recent),
     }
     best = {"gpu": ("hopper",), "tpu": ("pallas_tpu",)}
     name = dispatch.choose("paged_attention", version, refusals, best)
-    return VERSIONS[name](q, pages, table, lengths, scale, window, sink)
+    return VERSIONS[name](q, pages, table, lengths, scale, window, sink, recent)

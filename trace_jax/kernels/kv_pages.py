@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from trace_jax.kernels import dispatch, kv_attention_tpu, kv_units
-from trace_jax.kernels.expert_matmul import to_e5m3
+from trace_jax.kernels.bits import to_e5m3
 from trace_jax.kernels.kv_units import KINDS, PAGE
 
 

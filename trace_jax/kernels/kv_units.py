@@ -15,7 +15,7 @@ import numpy as np
 from trace_jax.fp4 import formats
 from trace_jax.fp4.formats import NVFP4
 from trace_jax.fp4.qtensor import quantize
-from trace_jax.kernels.expert_matmul import _E5M3, _decode_words, interlock, to_e5m3
+from trace_jax.kernels.bits import codes_of, from_e5m3, interlock, to_e5m3
 
 PAGE = 64
 KINDS = ("nvfp4", "fp8", "bf16")
@@ -83,29 +83,26 @@ def _encode_fp8(x: jax.Array) -> Fields:
 _ORDERS = {
     "codes": (
         ((4, 2, 8, -1, 4, 2, 8), (0, 3, 2, 4, 1, 5, 6)),
-        ((4, 2, 4, 2, -1, 2, 8), (4, 6, 2, 5, 0, 1, 3)),
+        ((4, 2, 4, 2, -1, 2, 8), (4, 2, 6, 5, 0, 1, 3)),
     ),
-    "scales": (((4, 2, 8, -1, 4), (0, 3, 2, 4, 1)), ((4, 2, 4, 2, -1), (4, 2, 0, 1, 3))),
+    "scales": (((4, 2, 8, -1, 4), (0, 3, 2, 4, 1)), ((4, 2, 4, 2, -1), (2, 4, 0, 1, 3))),
     "exponents": (((4, 2, 8), (2, 0, 1)), ((4, 2, 8), (2, 0, 1))),
     "fp8": (
         ((4, 2, 8, -1, 4, 2, 2, 2, 2), (0, 3, 5, 2, 4, 6, 7, 1, 8)),
-        ((2, 2, 2, 4, 2, -1, 2, 8), (5, 0, 7, 3, 1, 2, 6, 4)),
+        ((2, 2, 2, 4, 2, -1, 2, 8), (5, 0, 3, 7, 1, 2, 6, 4)),
     ),
     "bf16": (
         ((4, 2, 8, -1, 4, 4, 2, 2), (0, 3, 5, 2, 4, 6, 1, 7)),
-        ((4, 2, 4, 2, -1, 2, 8), (4, 0, 6, 2, 1, 5, 3)),
+        ((4, 2, 4, 2, -1, 2, 8), (4, 0, 2, 6, 1, 5, 3)),
     ),
 }
 _FIELDS = {"nvfp4": ("codes", "scales", "exponents"), "fp8": ("fp8", "exponents"),
            "bf16": ("bf16",)}  # fmt: skip
 
-_FROM_E5M3 = np.zeros(256, np.uint8)
-_FROM_E5M3[_E5M3] = np.arange(128)
-
-
-def _from_e5m3(scale_bytes: jax.Array) -> jax.Array:
-    """Inverse of `to_e5m3`; bytes that it never makes become zero."""
-    return jnp.asarray(_FROM_E5M3)[scale_bytes]
+# The values of V come in groups of 32 chunks of 16 bytes, one a lane: (t, g), so that a token's
+# are neighbours; g is turned by 2 t, so that lanes that read together use different banks.
+_CHUNK = {"codes": 32, "fp8": 16, "bf16": 8}  # values
+_TURN = np.array([t * 8 + (s - 2 * t) % 8 for t in range(4) for s in range(8)])
 
 
 def _width(field: str, head_size: int) -> int:
@@ -126,10 +123,10 @@ def _values(field: str, data: jax.Array) -> jax.Array:
     """Inverse of `_bytes`."""
     if field == "codes":
         words = jax.lax.bitcast_convert_type(data.reshape(data.shape[0], -1, 4), jnp.uint32)
-        return formats.encode_e2m1(_decode_words(words))
+        return codes_of(words)
     if field == "bf16":
         return jax.lax.bitcast_convert_type(data.reshape(data.shape[0], -1, 2), jnp.bfloat16)
-    return _from_e5m3(data) if field == "scales" else data
+    return from_e5m3(data) if field == "scales" else data
 
 
 def lay_out(fields: Fields, kind: str, is_v: int) -> jax.Array:
@@ -139,7 +136,8 @@ def lay_out(fields: Fields, kind: str, is_v: int) -> jax.Array:
         shape, order = _ORDERS[field][is_v]
         x = x.reshape(-1, PAGE, x.shape[-1])
         x = x.reshape(-1, *_filled(shape, PAGE * x.shape[-1])).transpose(0, *(i + 1 for i in order))
-        parts.append(_bytes(field, x.reshape(x.shape[0], -1)))
+        x = _turned(x.reshape(x.shape[0], -1), field, is_v, _TURN)
+        parts.append(_bytes(field, x))
     return jnp.concatenate(parts, axis=-1).reshape(*lead, -1)
 
 
@@ -152,11 +150,18 @@ def fields_of(unit: jax.Array, kind: str, head_size: int, is_v: int) -> Fields:
         size = {"codes": count // 2, "bf16": 2 * count}.get(field, count)
         shape, order = _ORDERS[field][is_v]
         shape = _filled(shape, count)
-        x = _values(field, unit[:, at : at + size]).reshape(-1, *(shape[i] for i in order))
+        x = _values(field, unit[:, at : at + size]).reshape(unit.shape[0], -1)
+        x = _turned(x, field, is_v, np.argsort(_TURN)).reshape(-1, *(shape[i] for i in order))
         x = x.transpose(0, *(i + 1 for i in np.argsort(order)))
         fields.append(x.reshape(*lead, PAGE, -1))
         at += size
     return tuple(fields)
+
+
+def _turned(x: jax.Array, field: str, is_v: int, turn: np.ndarray) -> jax.Array:
+    if not is_v or field not in _CHUNK:
+        return x
+    return x.reshape(x.shape[0], -1, 32, _CHUNK[field])[:, :, turn].reshape(x.shape)
 
 
 def _filled(shape: tuple[int, ...], count: int) -> tuple[int, ...]:

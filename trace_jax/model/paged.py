@@ -108,7 +108,7 @@ class Pages:
             k, v = kv_pages.read_pages(pool, self.table)  # [B, pages, kv_heads, page, head_dim]
             k, v = (x.swapaxes(2, 3) for x in (k, v))
             k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (k, v))
-            return _attend_all(q, k, v, positions, window, sinks), pool
+            return self._attend(q, k, v, positions, window, sinks), pool
         new = {"k": k_stored, "v": v_stored}
         pool = {name: _write(pool[name], new[name], self, positions) for name in "kv"}
         k, v = (
@@ -119,7 +119,12 @@ class Pages:
             )
             for name in "kv"
         )
-        return _attend_all(q, k, v, positions, window, sinks), pool
+        return self._attend(q, k, v, positions, window, sinks), pool
+
+    def _attend(self, q, k, v, positions, window, sinks):
+        # A query that does not exist must not make slots count that were never written.
+        mask = visible(positions, jnp.arange(k.shape[1])[None], window) & self.valid[:, :, None]
+        return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, sinks)
 
     def _decode(self, q, k, v, pool, positions, sites: Sites, window, sinks):
         """One token a sequence, by the kernels."""
@@ -144,11 +149,6 @@ class Pages:
             sink=sinks,
         )
         return out.reshape(out.shape[0], 1, -1), pool
-
-
-def _attend_all(q, k, v, positions, window, sinks):
-    mask = visible(positions, jnp.arange(k.shape[1])[None], window)
-    return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, sinks)
 
 
 def _write(plane: KVPlane, new: KVPlane, where: Pages, positions) -> KVPlane:

@@ -1,5 +1,6 @@
 """Continuous batching: requests come and go between dispatches of many decode steps."""
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -65,15 +66,18 @@ class ContinuousEngine:
         self._pools = jax.jit(programs.empty_pools, static_argnums=0)(config)
         self._decode = jax.jit(partial(programs.decode, config), donate_argnums=1)
         self._prefill = jax.jit(partial(programs.prefill, config), donate_argnums=1)
-        self._copy_pages = jax.jit(programs.copy_pages, donate_argnums=0)
+        # partial: a jit of the bare function would share its count with other engines.
+        self._copy_pages = jax.jit(partial(programs.copy_pages), donate_argnums=0)
         self._commit = partial(store.commit, audit_rows=config.audit_rows)
         self._copy_rows = store.copy_rows
         if not self.on_host:
             self._commit = jax.jit(self._commit, donate_argnums=0)
             self._copy_rows = jax.jit(self._copy_rows, donate_argnums=0)
-        self._params, self._version, self._store = None, 0, None
+        self._params, self._store = None, None
+        self.version, self.noise_seed, self._dispatched = 0, 0, 0
         self._keys = np.zeros((rows, *_key_shape()), np.uint32)
-        self._pending = []  # records on their way to the host
+        self._pending = []  # records on their way to the host, in order
+        self._landing = concurrent.futures.ThreadPoolExecutor(1) if self.on_host else None
         self.scheduler = self._new_scheduler()
 
     def _new_scheduler(self) -> Scheduler:
@@ -104,7 +108,7 @@ class ContinuousEngine:
         self._params = None  # frees the older weights first
         ready = isinstance(params["layers"][0]["moe"]["gate_up"], ExpertWeight | ExpertWeights)
         self._params = params if ready else _by_layer(params, self.config.cache.kernels)
-        self._version = version
+        self.version = version
 
     # --- requests ---
 
@@ -203,10 +207,16 @@ class ContinuousEngine:
         return self.rollout(sequences, prompts.shape[1] + max_response)
 
     def rollout(self, sequences: Sequences[Sequence], length: int) -> Rollout:
-        """The records of `sequences`, which stand in rows 0, 1, ..., as a Rollout."""
+        """The records of `sequences`, in their order, as a Rollout."""
         self._land()
         kept = self._store or self._empty_store()
-        cut = lambda a: jnp.asarray(a[:, :, :length])
+        rows = np.asarray([s.row for s in sequences])
+        everything = len(rows) == self.rows and (rows == np.arange(self.rows)).all()
+
+        def cut(a):
+            a = a if everything else a[:, rows[: a.shape[1]]]
+            return jnp.asarray(a[:, :, :length])
+
         wide = lambda rows, dtype: _padded(rows, length, dtype)
         ends = jnp.asarray([len(s.tokens) - 1 for s in sequences], jnp.int32)  # never fed
         return Rollout(
@@ -218,8 +228,8 @@ class ContinuousEngine:
             finished=jnp.asarray([s.done in ("eos", "stop") for s in sequences]),
             guidance=Guidance(
                 jax.tree.map(cut, kept.record.sites),
-                jnp.asarray(kept.recorded[:, :length]) & (jnp.arange(length)[None] < ends[:, None]),
-                jnp.full(len(sequences), self._version, jnp.int32),
+                cut(kept.recorded[None])[0] & (jnp.arange(length)[None] < ends[:, None]),
+                jnp.full(len(sequences), self.version, jnp.int32),
             ),
             routes=cut(kept.record.routes),
             audit=jax.tree.map(cut, kept.record.audit),
@@ -326,8 +336,8 @@ class ContinuousEngine:
     def _noise_key(self):
         if not self.config.noise:
             return None
-        self._noise_count = getattr(self, "_noise_count", 0) + 1
-        return jax.random.fold_in(jax.random.key(self._version), self._noise_count)
+        self._dispatched += 1
+        return jax.random.fold_in(jax.random.key(self.noise_seed), self._dispatched)
 
     def _empty_store(self):
         c = self.config.cache
@@ -345,15 +355,17 @@ class ContinuousEngine:
             self._store = self._commit(self._store, record, rows, positions)
             return
         jax.tree.map(lambda a: a.copy_to_host_async(), record)
-        self._pending.append((record, rows, positions))
-        if len(self._pending) > 1:
-            self._land(1)
+        self._pending.append(self._landing.submit(self._land_one, record, rows, positions))
+        while len(self._pending) > 2:  # what is under way takes memory
+            self._pending.pop(0).result()
 
-    def _land(self, leave: int = 0) -> None:
-        """Puts the records that are under way into the host's store, but for the newest."""
-        while len(self._pending) > leave:
-            record, rows, positions = self._pending.pop(0)
-            self._store = self._commit(self._store, jax.device_get(record), rows, positions)
+    def _land_one(self, record, rows, positions) -> None:
+        self._store = self._commit(self._store, jax.device_get(record), rows, positions)
+
+    def _land(self) -> None:
+        """Waits until every record has reached the host's store."""
+        while self._pending:
+            self._pending.pop(0).result()
 
 
 @partial(jax.jit, static_argnames="kernels")

@@ -59,14 +59,21 @@ __device__ __forceinline__ uint32_t magnitude_code(float m, float unit) {
          (m > unit * 2.5f) + (m >= unit * 3.5f) + (m > unit * 5.0f);
 }
 
-__device__ __forceinline__ void store_v_code(uint8_t* unit, Token k, int dim, uint32_t code) {
-  int word = (((dim / 16 * 8 + dim % 8) * 4 + k.t) * 2 + dim / 8 % 2) * 2 + k.i / 2;
+// V: the 16-byte chunk of a group of 32 that holds the token's values of dimension d.
+__device__ __forceinline__ int v_chunk(Token k, int d) { return k.t * 8 + (d + 2 * k.t) % 8; }
+
+// The 16 bits that hold V's code of dimension d and three other tokens' codes.
+__device__ __forceinline__ uint16_t* v_code_at(uint8_t* unit, Token k, int d) {
+  int word = ((d / 16 * 32 + v_chunk(k, d)) * 2 + d / 8 % 2) * 2 + k.i / 2;
+  return reinterpret_cast<uint16_t*>(unit + word * 4 + k.low * 2);
+}
+
+__device__ __forceinline__ uint16_t with_code(uint32_t old, Token k, uint32_t code) {
   int pair = k.i % 2 * 2 + k.half;
   uint32_t mask = pair < 3 ? 0x81C0u >> (3 * pair) : 0x6C00u;
   uint32_t bits = pair < 3 ? ((code & 8) << 12 | (code & 7) << 6) >> (3 * pair)
                            : (code & 12) << 11 | (code & 3) << 10;
-  uint16_t* at = reinterpret_cast<uint16_t*>(unit + word * 4 + k.low * 2);
-  *at = static_cast<uint16_t>((*at & ~mask) | bits);
+  return static_cast<uint16_t>((old & ~mask) | bits);
 }
 
 // N values a lane to NVFP4: stored where `unit` is not null, recorded where asked.
@@ -75,6 +82,11 @@ __device__ void append_nvfp4(const Side& side, bool whole_codes, int is_v, size_
                              uint8_t* unit, Token k, int lane, const uint16_t* x,
                              uint32_t row_amax) {
   constexpr int N = D / 32, kLanes = 16 / N;  // lanes of a block
+  uint16_t old[N] = {};
+  if (unit && is_v) {
+#pragma unroll
+    for (int i = 0; i < N; i++) old[i] = *v_code_at(unit, k, lane * N + i);
+  }
   uint32_t amax = 0;
 #pragma unroll
   for (int i = 0; i < N; i++) amax = max(amax, x[i] & 0x7FFFu);
@@ -89,7 +101,7 @@ __device__ void append_nvfp4(const Side& side, bool whole_codes, int is_v, size_
     uint32_t code = magnitude_code(__uint_as_float((x[i] & 0x7FFFu) << 16), grid);
     code |= x[i] >> 12 & 8;
     codes |= code << (4 * (first + i));
-    if (unit && is_v) store_v_code(unit, k, lane * N + i, code);
+    if (unit && is_v) *v_code_at(unit, k, lane * N + i) = with_code(old[i], k, code);
   }
 #pragma unroll
   for (int d = 1; d < 8 / N; d <<= 1) codes |= __shfl_xor_sync(~0u, codes, d);
@@ -99,7 +111,7 @@ __device__ void append_nvfp4(const Side& side, bool whole_codes, int is_v, size_
     reinterpret_cast<uint32_t*>(unit)[at * 2 + lane * N / 8 % 2] = interlock(codes);
   }
   if (unit && lane % kLanes == 0) {
-    int at = is_v ? ((block * 4 + k.t) * 4 + k.i) * 4 + k.half * 2 + k.low
+    int at = is_v ? ((k.t * (D / 16) + block) * 4 + k.i) * 4 + k.half * 2 + k.low
                   : (((k.i * (D / 64) + c) * 8 + k.g) * 4 + t) * 2 + k.half;
     unit[32 * D + at] = e5m3(scale);
   }
@@ -126,7 +138,7 @@ __device__ void append_fp8(int is_v, uint8_t* unit, Token k, int lane, const uin
     int d = lane * (D / 32) + i;
     uint32_t byte = e4m3_byte(__uint_as_float((x[i] & 0x7FFFu) << 16) * inverse);
     byte = finite ? byte | (x[i] >> 8 & 0x80) : 0x7F;
-    int at = is_v ? (((d / 16 * 2 + k.i / 2) * 8 + d % 8) * 4 + k.t) * 16 + k.i % 2 * 8 +
+    int at = is_v ? ((d / 16 * 2 + k.i / 2) * 32 + v_chunk(k, d)) * 16 + k.i % 2 * 8 +
                         k.half * 4 + d / 8 % 2 * 2 + k.low
                   : ((((k.i * (D / 64) + d / 64) * 2 + d / 8 % 2) * 8 + k.g) * 4 + d / 16 % 4) * 16 +
                         d / 4 % 2 * 8 + d / 2 % 2 * 4 + k.half * 2 + d % 2;
@@ -140,7 +152,7 @@ __device__ void append_bf16(int is_v, uint8_t* unit, Token k, int lane, const ui
 #pragma unroll
   for (int i = 0; i < D / 32; i++) {
     int d = lane * (D / 32) + i;
-    int at = is_v ? (((d / 16 * 4 + k.i) * 8 + d % 8) * 4 + k.t) * 8 + k.half * 4 + d / 8 % 2 * 2 +
+    int at = is_v ? ((d / 16 * 4 + k.i) * 32 + v_chunk(k, d)) * 8 + k.half * 4 + d / 8 % 2 * 2 +
                         k.low
                   : ((((k.i * (D / 64) + d / 64) * 4 + d / 4 % 4) * 8 + k.g) * 4 + d / 16 % 4) * 8 +
                         d / 2 % 2 * 4 + k.half * 2 + d % 2;
@@ -155,24 +167,25 @@ __global__ void __launch_bounds__(256) append(const AppendArgs p) {
   int lane = threadIdx.x & 31, warp = blockIdx.x * 8 + (threadIdx.x >> 5);
   int is_v = warp & 1, row = warp >> 1, b = row / p.kv_heads;
   if (b >= p.batch) return;
+  Side side{is_v ? p.v.rows : p.k.rows, is_v ? p.v.bits : p.k.bits,
+            is_v ? p.v.scales : p.k.scales};
+  uint16_t x[N];
+  uint32_t row_amax = 0;
+  const uint32_t* from = reinterpret_cast<const uint32_t*>(side.rows + (size_t)row * D + lane * N);
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    uint32_t both = from[i / 2];
+    x[i] = both, x[i + 1] = both >> 16;
+    row_amax = max(row_amax, max(both & 0x7FFFu, both >> 16 & 0x7FFFu));  // NaN's bits are largest
+  }
   int position = p.positions[b], page = -1;
   if (position >= 0 && position / 64 < p.max_pages)
     page = p.table[(size_t)b * p.max_pages + position / 64];
   uint8_t* unit = nullptr;
   if (page >= 0 && page < p.pool)
     unit = p.pages + (((size_t)page * p.kv_heads + row % p.kv_heads) * 2 + is_v) * kUnit;
-  Side side{is_v ? p.v.rows : p.k.rows, is_v ? p.v.bits : p.k.bits,
-            is_v ? p.v.scales : p.k.scales};
   if (!unit && !side.scales) return;
   Token k(position & 63);
-  uint16_t x[N];
-  const uint16_t* from = side.rows + (size_t)row * D + lane * N;
-  uint32_t row_amax = 0;
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    x[i] = from[i];
-    row_amax = max(row_amax, x[i] & 0x7FFFu);  // by bits: NaN is the largest
-  }
   row_amax = __reduce_max_sync(~0u, row_amax);
   if constexpr (KIND == kNvfp4) 
     append_nvfp4<D>(side, p.whole_codes, is_v, row, unit, k, lane, x, row_amax);

@@ -11,14 +11,19 @@ __device__ __forceinline__ uint32_t e4m3_byte(float x) {
   return byte & 0xFF;
 }
 
-// The scale byte (E4M3) of a block and its value.
+// The scale byte (E4M3) of a block and its value. `outer` is a power of two, or NaN.
 __device__ __forceinline__ uint32_t block_scale(float amax, float outer, float& value) {
-  if (outer != outer) { value = outer; return 0x7F; }
-  uint16_t byte = e4m3_byte(fminf(fmaxf(__fdiv_rn(amax / outer, 6.0f), 0.001953125f), 448.0f));
+  // amax / outer / 6, correctly rounded: one step of refinement, and no special cases here.
+  constexpr float kSixth = 1.0f / 6.0f;
+  float a = amax * __uint_as_float(0x7F000000u - __float_as_uint(outer)), raw = a * kSixth;
+  raw = fmaf(fmaf(-6.0f, raw, a), kSixth, raw);
+  uint16_t byte = e4m3_byte(fminf(fmaxf(raw, 0.001953125f), 448.0f));
   uint32_t half2;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(half2) : "h"(byte));
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((uint16_t)(half2 & 0xFFFF)));
-  return byte;
+  bool bad = outer != outer;
+  value = bad ? outer : value;
+  return bad ? 0x7F : byte;
 }
 
 // The power of two at or above amax / (6 * 448), at least 2^-117; NaN if amax is not finite.

@@ -14,6 +14,7 @@ namespace trace_jax {
 
 constexpr int kPage = 64;
 constexpr int kMaxBatch = 4096;
+constexpr int kMergeWarps = 4;
 constexpr float kLow = -1e30f;
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -243,7 +244,8 @@ template <int D>
 __device__ __forceinline__ void convert_scales(const uint8_t* unit, int lane, uint4* to) {
 #pragma unroll
   for (int at = lane; at < D / 4; at += 32) {
-    uint4 w = *reinterpret_cast<const uint4*>(unit + Unit<kNvfp4, D>::kScales + at * 16);
+    int stored = at % 4 * (D / 16) + at / 4;
+    uint4 w = *reinterpret_cast<const uint4*>(unit + Unit<kNvfp4, D>::kScales + stored * 16);
     to[2 * at] = make_uint4(scale_pair<0, 1, 110>(w.x), scale_pair<2, 3, 110>(w.x),
                             scale_pair<0, 1, 110>(w.y), scale_pair<2, 3, 110>(w.y));
     to[2 * at + 1] = make_uint4(scale_pair<0, 1, 110>(w.z), scale_pair<2, 3, 110>(w.z),
@@ -257,14 +259,15 @@ __device__ __forceinline__ void convert_scales(const uint8_t* unit, int lane, ui
 template <int KIND, int D>
 __device__ __forceinline__ void values(const uint8_t* unit, const uint4* scales, int lane,
                                        int begin, int end, const uint32_t* P, float (*acc)[4]) {
+  int t = lane & 3, chunk = t * 8 + (((lane >> 2) + 2 * t) & 7);  // see kv_units.py
 #pragma unroll
   for (int G = 0; G < D / 16; G++) {
     if constexpr (KIND == kNvfp4) {
-      uint4 codes = *reinterpret_cast<const uint4*>(unit + G * 512 + lane * 16);
+      uint4 codes = *reinterpret_cast<const uint4*>(unit + G * 512 + chunk * 16);
       uint32_t a[4], b[4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        uint4 scale = scales[(G * 4 + (lane & 3)) * 2 + half];
+        uint4 scale = scales[(G * 4 + t) * 2 + half];
         decode_word(half ? codes.y : codes.x, a);
         decode_word(half ? codes.w : codes.z, b);
 #pragma unroll
@@ -277,7 +280,7 @@ __device__ __forceinline__ void values(const uint8_t* unit, const uint4* scales,
     } else if constexpr (KIND == kFp8) {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        uint4 a = *reinterpret_cast<const uint4*>(unit + (G * 2 + j) * 512 + lane * 16);
+        uint4 a = *reinterpret_cast<const uint4*>(unit + (G * 2 + j) * 512 + chunk * 16);
         mma(acc[G], decode_fp8<0, 1>(a.x), decode_fp8<2, 3>(a.x), decode_fp8<0, 1>(a.y),
             decode_fp8<2, 3>(a.y), P[j * 4], P[j * 4 + 1]);
         mma(acc[G], decode_fp8<0, 1>(a.z), decode_fp8<2, 3>(a.z), decode_fp8<0, 1>(a.w),
@@ -286,7 +289,7 @@ __device__ __forceinline__ void values(const uint8_t* unit, const uint4* scales,
     } else {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        uint4 a = *reinterpret_cast<const uint4*>(unit + (G * 4 + j) * 512 + lane * 16);
+        uint4 a = *reinterpret_cast<const uint4*>(unit + (G * 4 + j) * 512 + chunk * 16);
         if (begin > 0 || end < kPage) {
           uint32_t low = token_mask(j * 16 + (lane & 3) * 2, begin, end);
           uint32_t high = token_mask(j * 16 + 8 + (lane & 3) * 2, begin, end);
@@ -556,24 +559,25 @@ __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
 }
 
 // Adds up the partial results of the (sequence, head tile)s that several warps shared, and gives
-// zeros where there are no tokens. `splits` blocks a tile: a warp takes one head, and every
+// zeros where there are no tokens. A warp takes one head of a tile, and every
 // splits-th partial result of it.
 template <int D>
-__global__ void __launch_bounds__(256) merge(const Args p, int splits) {
+__global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p, int splits) {
   constexpr int N = D / 32;  // dimensions a lane
-  __shared__ float sums[8][D];
+  __shared__ float sums[kMergeWarps][D];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int heads = head_tiles(p), tiles = (p.group + 7) / 8, tile = blockIdx.x / splits;
-  int b = tile / heads, head = tile % heads, part = warp % splits;
-  int h = blockIdx.x % splits * (8 / splits) + warp / splits, row = head % tiles * 8 + h;
+  int heads = head_tiles(p), tiles = (p.group + 7) / 8, rows = kMergeWarps / splits;
+  int tile = blockIdx.x * rows / 8, b = tile / heads, head = tile % heads, part = warp % splits;
+  int h = blockIdx.x * rows % 8 + warp / splits, row = head % tiles * 8 + h;
   int count = p.prefix[b + 1] - p.prefix[b];
   float weight = 0.0f, m = kLow, l = 0.0f, sum[N] = {};
   if (count > 0) {
     long long total = (long long)p.prefix[p.batch] * heads;
     long long first = (long long)p.prefix[b] * heads + (long long)head * count;
     int warps = used_warps(p, total);
-    int w0 = (int)(((first + 1) * warps - 1) / total);
-    int w1 = (int)(((first + count) * warps - 1) / total);
+    // Exact: the quotients are below 2^12, and integers or 1 / total away from one.
+    int w0 = (int)((double)((first + 1) * warps - 1) / (double)total);
+    int w1 = (int)((double)((first + count) * warps - 1) / (double)total);
     if (w0 == w1) return;  // that warp wrote the result
     const float2* ml = p.partial_ml + (size_t)tile * 8 + h;
     for (int w = w0 + lane; w <= w1; w += 32) m = fmaxf(m, ml[w * 8].x);
@@ -613,12 +617,16 @@ cudaError_t launch(Args args, cudaStream_t stream) {
   auto kernel = paged_attention<KIND, D, WARPS, UNITS>;
   static cudaError_t ready =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  if (ready != cudaSuccess) return ready;
+  // The same division of memory and cache for both, or the switch costs time.
+  static cudaError_t carved = cudaFuncSetAttribute(
+      merge<D>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (ready != cudaSuccess || carved != cudaSuccess) return ready != cudaSuccess ? ready : carved;
   int blocks = args.warps / WARPS;
   kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
   int tiles = args.batch * args.kv_heads * ((args.group + 7) / 8), splits = 1;
-  while (splits < 8 && splits * 4 * tiles <= args.warps) splits *= 2;
-  merge<D><<<tiles * splits, 256, 0, stream>>>(args, splits);
+  while (splits < kMergeWarps && splits * 4 * tiles <= args.warps) splits *= 2;
+  int blocks_a_tile = 8 * splits / kMergeWarps;
+  merge<D><<<tiles * blocks_a_tile, kMergeWarps * 32, 0, stream>>>(args, splits);
   return cudaGetLastError();
 }
 

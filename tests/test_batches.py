@@ -1,0 +1,91 @@
+"""Whole batches and episodes of several turns through the continuous engine."""
+
+import dataclasses
+
+import helpers
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_continuous import assert_same_rollout
+
+from trace_jax.rollout import EngineConfig, make_engine
+from trace_jax.rollout.batches import ContinuousBatches
+from trace_jax.rollout.engine import Engine
+from trace_jax.rollout.memory import MemoryPlan, plan_memory
+from trace_jax.rollout.programs import CacheConfig, ProgramConfig
+
+CONFIG = EngineConfig(
+    helpers.MOE,
+    helpers.PRECISIONS["nvfp4"],
+    helpers.EOS,
+    helpers.RESPONSE,
+    samples=helpers.SAMPLES,
+    temperature=helpers.TEMPERATURE,
+    plan=helpers.FULL,
+)
+PARAMS = lambda: helpers.rollout_params_of(helpers.MOE, "nvfp4")
+
+
+def test_fewer_slots_than_rows_give_the_batch_engines_rollout():
+    run = make_engine("continuous", CONFIG, slots=2)
+    mine = run(PARAMS(), *helpers.prompts(), helpers.keys(), version=3)
+    assert_same_rollout(mine, helpers.rollout())
+    assert len(run._engine.scheduler.slots) == 2
+    again = run(PARAMS(), *helpers.prompts(), helpers.keys(), version=3)
+    np.testing.assert_array_equal(again.tokens, mine.tokens)
+
+
+def test_turns_go_on_in_place_and_are_what_prefilling_them_again_gives():
+    config = dataclasses.replace(CONFIG, samples=1, eos_ids=(helpers.VOCAB,))
+    turns, plain = ContinuousBatches(config, turns=True), Engine(config)
+    rows = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    keys, width = helpers.keys()[:2], 24
+    for turn in range(3):
+        lengths = np.array([len(row) for row in rows], np.int32)
+        tokens = np.zeros((2, width), np.int32)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = row
+        mine = turns(PARAMS(), tokens, lengths, keys, version=3)
+        theirs = plain(PARAMS(), jnp.asarray(tokens), jnp.asarray(lengths), keys, version=3)
+        assert_same_rollout(mine, theirs)
+        if turn == 0:
+            prefilled = turns._engine.counts.prefilled
+        for i, row in enumerate(rows):
+            drawn = np.asarray(mine.tokens)[i, lengths[i] : int(mine.length[i])].tolist()
+            rows[i] = [*row, *drawn, 9, 10]  # and what the environment says
+    assert turns._engine.counts.prefilled == prefilled == 2 + 4
+    # Other weights: everything is computed again.
+    other = helpers.rollout_params_of(helpers.MOE, "nvfp4", seed=1)
+    turns(other, tokens, lengths, keys, version=4)
+    assert turns._engine.counts.prefilled > prefilled
+
+
+# --- memory ---
+
+BIG = ProgramConfig(
+    dataclasses.replace(helpers.MOE, head_dim=64, num_heads=4, num_kv_heads=2),
+    helpers.PRECISIONS["nvfp4"],
+    CacheConfig(slots=4, pages=1, length=1024, page=64),
+    (),
+)
+# 64 tokens x 2 KV heads x K and V x (32 codes + 4 scales + 1 exponent) bytes x 3 layers.
+PAGE_BYTES = 64 * 2 * 2 * (32 + 4 + 1) * 3
+
+
+def test_pages_take_what_weights_records_and_workspace_leave():
+    free = 2**28
+    plan = plan_memory(BIG, 10_000_000, free, rows=8)
+    assert plan.page_bytes == PAGE_BYTES
+    used = plan.weights + plan.records + plan.workspace + plan.pages * plan.page_bytes
+    assert free - PAGE_BYTES < used <= free
+    on_host = plan_memory(BIG, 10_000_000, free, rows=8, record_on="host")
+    assert on_host.records == 0 and on_host.pages > plan.pages
+    assert isinstance(plan, MemoryPlan) and f"{plan.pages} pages of 64 tokens" in str(plan)
+
+
+def test_too_small_a_device_is_one_line_with_what_would_fit():
+    small = plan_memory(BIG, 0, 2**26, rows=1, record_on="host")
+    weights = 2**26 - small.workspace - 9 * PAGE_BYTES  # leaves nine pages
+    with pytest.raises(ValueError, match="write a length of 512 or less") as error:
+        plan_memory(BIG, weights, 2**26, rows=1, record_on="host")
+    assert "\n" not in str(error.value)
