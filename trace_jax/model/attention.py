@@ -11,7 +11,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import Format, formats
 from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, angles, precision_of, rotary, rounded
+from trace_jax.model.layers import Linear, RMSNorm, angles, product, rotary, rounded, stored
 from trace_jax.model.sites import Sites
 
 
@@ -91,9 +91,6 @@ def attend(
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     used = jnp.any(mask, axis=1)[..., None, None]
     k, v = jnp.where(used, k, 0), jnp.where(used, v, 0)
-    product = partial(
-        jnp.einsum, preferred_element_type=jnp.float32, precision=precision_of(q.dtype)
-    )
     scores = product("bsgqd,btgd->bgqst", q, k)
     scores = jnp.where(mask[:, None, None], scores * dim**-0.5, -1e30)
     if sinks is not None:
@@ -120,10 +117,10 @@ class Attention(nn.Module):
     def __call__(self, x, positions, sites: Sites, cache=None, window=None, pages=None):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
-        q, k, v = self._project(x, linear)
         if self._in_one_launch(sites, x):
-            q, k = self._norm_and_turn(q, k, positions)
+            q, k, v = self._normed_and_turned(x, positions)
         else:
+            q, k, v = self._project(x, linear)
             q, k = self._head_norm(q, k)
             if cfg.clip_qkv:
                 q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
@@ -155,10 +152,32 @@ class Attention(nn.Module):
         """Queries, keys and values [B, S, heads, head_dim], as they are projected."""
         cfg = self.config
         heads = (*x.shape[:2], -1, cfg.head_dim)
-        q = linear(cfg.num_heads * cfg.head_dim, name="q")(x)
-        k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
-        v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
+        if self._joined:
+            q, k, v = jnp.split(rounded(self._joined_product(x), x.dtype), self._bounds, axis=-1)
+        else:
+            q = linear(cfg.num_heads * cfg.head_dim, name="q")(x)
+            k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
+            v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
         return q.reshape(heads), k.reshape(heads), v.reshape(heads)
+
+    @property
+    def _joined(self) -> bool:
+        """Whether the parameters hold one projection for all three (sync.by_layer)."""
+        return self.has_variable("params", "qkv")
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        cfg = self.config
+        queries = cfg.num_heads * cfg.head_dim
+        return queries, queries + cfg.num_kv_heads * cfg.head_dim
+
+    def _joined_product(self, x):
+        """FP32 [B, S, all heads * head_dim]."""
+        weights = self.get_variable("params", "qkv")
+        y = product("...k,nk->...n", x, stored(weights["weight"], x.dtype))
+        if "bias" in weights:
+            y = y + jnp.expand_dims(rounded(weights["bias"]).astype(jnp.float32), range(y.ndim - 1))
+        return y
 
     def _head_norm(self, q, k):
         """Queries and keys [B, S, heads, head_dim], normed over what the config says."""
@@ -174,16 +193,19 @@ class Attention(nn.Module):
     def _in_one_launch(self, sites: Sites, x) -> bool:
         cfg = self.config
         plain = not cfg.clip_qkv and (not cfg.qk_norm or cfg.qk_norm_over == "head")
-        return sites.decoding and plain and x.dtype == jnp.bfloat16 and x.shape[1] == 1
+        one = x.dtype == jnp.bfloat16 and x.shape[1] == 1
+        return sites.decoding and self._joined and plain and one
 
-    def _norm_and_turn(self, q, k, positions):
+    def _normed_and_turned(self, x, positions):
         cfg = self.config
-        weights = [None, None]
+        norms = [None, None]
         if cfg.qk_norm:
-            weights = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
+            norms = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
         cos, sin = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.yarn)
-        q, k = norm_rotary(q[:, 0], k[:, 0], *weights, cos, sin, eps=cfg.norm_eps)
-        return q[:, None], k[:, None]
+        projected = self._joined_product(x)[:, 0]
+        heads = cfg.num_heads, cfg.num_kv_heads
+        rows = norm_rotary(projected, *heads, *norms, cos, sin, eps=cfg.norm_eps)
+        return tuple(a[:, None] for a in rows)
 
 
 def store(site: str, x: jax.Array, sites: Sites) -> tuple[jax.Array, KVPlane]:
