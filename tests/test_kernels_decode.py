@@ -17,7 +17,7 @@ ROWS_FORMAT = NVFP4.replace(outer="pow2")
 
 fake = jax.jit(fake_quantize_rows, static_argnames=("fmt", "record", "version"))
 choose = jax.jit(choose_experts, static_argnames=("top_k", "normalize", "version"))
-turn = jax.jit(norm_rotary, static_argnames=("eps", "version"))
+turn = jax.jit(norm_rotary, static_argnums=(1, 2), static_argnames=("eps", "version"))
 site = jax.jit(fp4.quantize_site, static_argnums=1)
 
 
@@ -110,16 +110,21 @@ def bf16(x):
 @VERSIONS
 @pytest.mark.parametrize("normed", (True, False))
 @pytest.mark.parametrize("d", (64, 128, 256))
-def test_heads_are_normed_then_turned(version, d, normed):
+def test_heads_are_normed_then_turned_and_values_pass(version, d, normed):
     rng = np.random.default_rng(d)
-    q, k = (jnp.asarray(rng.normal(size=(9, h, d)) * 3, jnp.bfloat16) for h in (6, 2))
+    tokens, heads, kv_heads = 9, 6, 2
+    projected = (rng.normal(size=(tokens, (heads + 2 * kv_heads) * d)) * 3).astype(np.float32)
     weights = [jnp.asarray(rng.uniform(0.5, 2, d), jnp.float32) for _ in range(2)]
-    angle = rng.uniform(0, 6, (9, d // 2))
+    angle = rng.uniform(0, 6, (tokens, d // 2))
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
     given = weights if normed else [None, None]
-    got = turn(q, k, *given, cos, sin, eps=1e-6, version=version)
+    *got, values = turn(
+        jnp.asarray(projected), heads, kv_heads, *given, cos, sin, eps=1e-6, version=version
+    )
+    x = bf16(projected).reshape(tokens, -1, d)
+    q, k, v = np.split(x, (heads, heads + kv_heads), axis=1)
+    np.testing.assert_array_equal(np.asarray(values, np.float64), v)
     for x, weight, y in zip((q, k), weights, got, strict=True):
-        x = np.asarray(x, np.float64)
         if normed:
             x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
             x = bf16(x)
@@ -128,9 +133,7 @@ def test_heads_are_normed_then_turned(version, d, normed):
         want = np.concatenate([a * c - b * s, b * c + a * s], -1)
         error = np.abs(np.asarray(y, np.float64) - want)
         # A BF16 step of the result, and one of the normed value where it fell the other way.
-        size = np.maximum(
-            np.abs(want), np.hypot(*np.split(x, 2, -1)).repeat(2, -1).reshape(x.shape)
-        )
+        size = np.maximum(np.abs(want), np.tile(np.hypot(a, b), 2))
         assert (error <= size * 2.0**-8 + 1e-6).all()
         assert error.mean() <= 0.25 * np.abs(want).mean() * 2.0**-7
 
@@ -144,6 +147,6 @@ def test_a_named_version_that_cannot_run_says_why():
         fake_quantize_rows(x, fp4.MXFP4, version="hopper")
     with pytest.raises(ValueError, match="up to 512 experts"):
         choose_experts(jnp.zeros((1, 1024)), 4, normalize=True, version="hopper")
-    q = jnp.zeros((1, 2, 96), jnp.bfloat16)
+    turns = jnp.ones((1, 48))
     with pytest.raises(ValueError, match="heads of 64, 128 or 256, not 96"):
-        norm_rotary(q, q, None, None, jnp.ones((1, 48)), jnp.ones((1, 48)), eps=0, version="hopper")
+        norm_rotary(jnp.ones((1, 384)), 2, 1, None, None, turns, turns, eps=0, version="hopper")

@@ -1,10 +1,12 @@
 """Paged decode attention and its pages: one suite for every version, against float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import decode, fp8_rows, relative_error, versions
+from kernel_helpers import ON_GPU, decode, fp8_rows, relative_error, versions
 
 from trace_jax.fp4 import quantize
 from trace_jax.kernels import kv_attention as ka
@@ -139,6 +141,22 @@ def test_lengths_of_any_spread(version):
     q = normal(3, 8, 8, 64)
     out = attention(q, pages, table, lengths, scale=0.125, version=version)
     check(out, oracle(q, k, v, lengths, 0.125))
+
+
+@ON_GPU
+@pytest.mark.parametrize(
+    "kind, d, variant",
+    [(kind, d, v) for (kind, d), several in ka.HOPPER_VARIANTS.items() for v in several],
+)
+def test_every_compiled_kernel(kind, d, variant):
+    """Dispatch takes the first of a kind and head size; the benchmark also times the others."""
+    lengths = jnp.array([640, 1, 0, 64, 65, 639, 300, 2], jnp.int32)
+    pages, table, k, v = cache(8, 10, 2, d, kind)
+    q = normal(3, 8, 8, d)
+    out = jax.jit(partial(ka._hopper, scale=0.1, window=None, sink=None, variant=variant))(
+        q, pages, table, lengths
+    )
+    check(out, oracle(q, k, v, lengths, 0.1))
 
 
 BITS = {"nvfp4": 4.5, "fp8": 8, "bf16": 16}

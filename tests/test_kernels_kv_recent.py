@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import relative_error
+from kernel_helpers import relative_error, versions
 
 from trace_jax.kernels import kv_pages as kp
 from trace_jax.kernels.kv_append import append
@@ -47,14 +47,15 @@ def test_the_window_holds_the_last_tokens():
             np.testing.assert_array_equal(np.asarray(got[b])[:, held].swapaxes(0, 1), want)
 
 
+@pytest.mark.parametrize("version", versions())
 @pytest.mark.parametrize("window", (None, 20, 100))
-def test_attention_reads_the_window_in_bf16_and_the_rest_from_the_pages(window):
+def test_attention_reads_the_window_in_bf16_and_the_rest_from_the_pages(version, window):
     k, v = normal(0, 3, TOKENS, HEADS, D), normal(1, 3, TOKENS, HEADS, D)
     pages, recent = decode(k, v)
     table, lengths = jnp.arange(9).reshape(3, 3), jnp.array(TOKENS - STARTS, jnp.int32)
     q = normal(2, 3, 4, D)
-    out = jax.jit(paged_attention, static_argnames=("scale", "window"))(
-        q, pages, table, lengths, scale=0.125, window=window, recent=recent
+    out = jax.jit(paged_attention, static_argnames=("scale", "window", "version"))(
+        q, pages, table, lengths, scale=0.125, window=window, recent=recent, version=version
     )
     stored = [np.asarray(x, np.float64).swapaxes(2, 3) for x in kp.read_pages(pages, table)]
     for b, length in enumerate(np.asarray(lengths)):
@@ -68,16 +69,16 @@ def test_attention_reads_the_window_in_bf16_and_the_rest_from_the_pages(window):
             s = both[0][live, h // 2] @ np.asarray(q[b, h], np.float64) * 0.125
             p = np.exp(s - s.max())
             want = p @ both[1][live, h // 2] / p.sum()
-            assert relative_error(out[b, h], want) < 4e-3  # one rounding to BF16
+            assert relative_error(out[b, h], want) < 4.5e-3  # BF16 results; probabilities too
 
 
 def test_refusals():
     with pytest.raises(ValueError, match="write a positive multiple of 64"):
         new_recent(2, 100, HEADS, D)
-    recent, pages = new_recent(1, W, HEADS, D), kp.new_pages(1, HEADS, D)
-    one = jnp.ones(1, jnp.int32)
+    recent, one = new_recent(1, W, HEADS, D), jnp.ones(1, jnp.int32)
+    pages = kp.new_pages(1, HEADS, D, layout="tpu")
     with pytest.raises(ValueError, match="does not read a window of recent tokens"):
         paged_attention(
             normal(0, 1, 2, D), pages, one[None] - 1, one, scale=1.0, recent=recent,
-            version="hopper",
+            version="pallas_interpret",
         )  # fmt: skip

@@ -25,6 +25,7 @@ from trace_jax.config import Config, ConfigError, freeze
 from trace_jax.loop import Trainer, TrainingStopped, train
 from trace_jax.metrics import read_metrics
 from trace_jax.parallel import make_mesh
+from trace_jax.tasks import batch_indices
 
 LOW = 64
 SITES = ("k", "v", "expert_in", "expert_mid")
@@ -309,7 +310,7 @@ def test_data_seed_changes_the_order_of_prompts_alone(sampler):
     other, _ = sampler(data_seed=1)
     texts = lambda p: [x.prompt for x in p.problems]
     assert texts(prompts) != texts(other)
-    order = lambda seed: loop.batch_indices(0, 4096, seed)
+    order = lambda seed: batch_indices(0, 4096, seed)
     assert order(0) != order(1) and sorted(order(0)) == sorted(order(1))
     assert texts(sampler()[0]) == texts(prompts)
 
@@ -326,7 +327,8 @@ def test_seed_changes_samples_alone(sampler):
 
 def test_data_seed_does_not_touch_the_samples_of_a_prompt(sampler, monkeypatch):
     _, rollout = sampler()
-    monkeypatch.setattr(loop, "batch_indices", lambda step, count, seed: list(range(count)))
+    first = lambda problems, step, count, seed: [problems.problem(i) for i in range(count)]
+    monkeypatch.setattr(loop, "choose", first)
     np.testing.assert_array_equal(sampler(data_seed=5)[1].tokens, sampler()[1].tokens)
     assert rollout.tokens.shape == (32, 16)
 

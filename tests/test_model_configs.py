@@ -1,6 +1,10 @@
 """Published models by shapes alone: parameters, bytes, and which family they belong to."""
 
 import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +16,7 @@ from trace_jax.model.config_parts import Latent, Router, Yarn
 from trace_jax.model.families import config_from_hub, config_to_hub, family_of
 from trace_jax.model.tensors import parameter_count
 
+ROOT = Path(__file__).resolve().parent.parent
 # Published totals and active parameters, in billions; OpenAI's 3.61 and the 3 of Qwen3.5 leave
 # out the embedding, and 35 its vision tower.
 PUBLISHED = {
@@ -49,6 +54,27 @@ def test_bytes_of_qwen3_30b():
     assert kv_bytes_per_token(config, None) == 48 * 2 * 4 * 128 * 2
     # 64 code bytes, 8 scale bytes, 1 outer exponent for each of 48 x 2 x 4 heads.
     assert kv_bytes_per_token(config, NVFP4) == 48 * 2 * 4 * 73
+
+
+def test_inspect_prints_what_qwen3_30b_takes(tmp_path):
+    """From a config.json alone, in a folder without weights."""
+    hub = config_to_hub(config_of("qwen3_30b_a3b"))
+    (tmp_path / "config.json").write_text(json.dumps(hub))
+    line = [sys.executable, "-m", "experiments.inspect", f"--checkpoint={tmp_path}"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert lines == [
+        "family      qwen3_moe",
+        "parameters  30.5 B total, 3.3 B active",
+        "weights     56.87 GiB with experts in bf16",
+        "weights     18.06 GiB with experts in nvfp4",
+        "weights     17.21 GiB with experts in mxfp4",
+        "KV-cache    98304 bytes a token in bf16",
+        "KV-cache    28032 bytes a token in nvfp4",
+        "guidance    13824 bytes a token (default plan)",
+    ]
+    assert json.loads(last)["guidance_bytes_per_token"] == 13824
 
 
 def test_gpt_oss_has_whole_mxfp4_blocks():

@@ -12,6 +12,7 @@ from run_helpers import QUICK, rows_of, share_compiled, shared_engine, tiny
 
 from trace_jax import loop, model, scoring, sync
 from trace_jax.config import Config, ConfigError, default, freeze
+from trace_jax.draws import MAX_DRAWS
 from trace_jax.model import NOT_RECORDED
 from trace_jax.modes import resolve
 from trace_jax.parallel import make_mesh
@@ -270,7 +271,10 @@ def test_a_run_of_episodes_trains_counts_and_goes_on_as_if_nothing_had_happened(
     task |= {"max_prompt": 80, "max_response": 40, "observation_tokens": 12}
     small = {"prompts_per_step": 4, "samples": 2}
     config_of = lambda steps: tiny(
-        task=task, rl=small | {"steps": steps}, warmup={"steps": 0}, ledger={"audit_rows": 2}
+        task=task,
+        rl=small | {"steps": steps, "algorithm": "dapo"},
+        warmup={"steps": 0},
+        ledger={"audit_rows": 2},
     )
     whole = loop.train(config_of(2), tmp_path / "whole")
     loop.train(config_of(1), tmp_path / "halves")
@@ -281,5 +285,7 @@ def test_a_run_of_episodes_trains_counts_and_goes_on_as_if_nothing_had_happened(
     row = rows_of(tmp_path / "whole")[0]
     assert row["rollout/turns"] >= 1 and row["rollout/failed_episodes"] == 0
     assert row["rollout/unscored"] == 0 and row["agreement/mean"] > 0.95
+    # A random model gets nowhere: DAPO draws as often as it may, and what is flat is counted.
+    assert (row["rollout/draws"], row["rollout/flat_groups"]) == (MAX_DRAWS, 4)
     assert row["mismatch/gap_mean"] < 0.05, "log-probs of all turns line up"
     assert set(whole.before) == {"accuracy", "accuracy/key_maze"}

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from chat_checkpoints import EOS, files
+from run_helpers import share_compiled
 
 import trace_jax
-from experiments import export
 from trace_jax import loop, model
 from trace_jax.config import ConfigError, default, freeze, to_dict
+from trace_jax.exports import check_format, export_run
 from trace_jax.loop import Trainer, train
 from trace_jax.model import ModelConfig
 from trace_jax.model.upcycle import upcycle
@@ -183,7 +183,7 @@ def test_export_files_keep_what_the_checkpoint_says_and_add_every_eos(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
-    """One step of RL on one device, then resumed to the second: (folder, result, its lines).
+    """One step of RL, then resumed to the second: (folder, result, its lines).
 
     The reward is the share of low ids, which even random parameters earn.
     """
@@ -194,7 +194,7 @@ def run(checkpoint, tmp_path_factory):
         return share.reshape(-1, samples).astype(np.float32), np.ones((8, samples), bool)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_mesh", lambda c: make_mesh(c, jax.devices()[:1]))
+        share_compiled(patch)
         patch.setattr(loop, "score", low_ids)
         train(freeze(settings(checkpoint, rl={"steps": 1})), folder, stream=lines)
         yield folder, train(freeze(settings(checkpoint)), folder, resume=True, stream=lines), lines
@@ -209,12 +209,10 @@ def test_rl_begins_from_the_checkpoint_and_resumes(run, checkpoint):
     assert [line[:9] for line in lines.getvalue().splitlines()] == ["step    0", "step    1"]
 
 
-def test_export_of_the_run_is_a_whole_checkpoint(run, checkpoint, capsys):
+def test_export_of_the_run_is_a_whole_checkpoint(run, checkpoint):
     folder, result, _ = run
-    flags.FLAGS(["export", f"--run={folder}"])
-    export.main()
-    out = folder / "export-bf16"
-    assert json.loads(capsys.readouterr().out)["out"] == str(out)
+    out = folder / "out"
+    assert export_run(folder, out, "bf16") == 2
     config, params = trace_jax.load_checkpoint(out)
     assert config == DENSE
     np.testing.assert_array_equal(params["embed"], result.params["embed"].astype(jnp.bfloat16))
@@ -224,3 +222,24 @@ def test_export_of_the_run_is_a_whole_checkpoint(run, checkpoint, capsys):
     card = (out / "README.md").read_text()
     for fact in (f"| began from | {checkpoint} |", "| step | 2 |", "| task | chain_sum |"):
         assert fact in card
+
+
+@pytest.mark.parametrize(
+    "precision, format, told",
+    [
+        ({"weights": "mxfp4"}, "nvfp4", "rolled out with mxfp4 weights"),
+        ({"bf16_layers": "last:1"}, "nvfp4-modelopt", "kept layers last:1 in BF16"),
+    ],
+)
+def test_an_fp4_export_that_the_rollouts_did_not_use_is_refused(
+    checkpoint, precision, format, told
+):
+    config = freeze(settings(checkpoint, precision=precision))
+    with pytest.raises(ConfigError, match=told):
+        check_format(config.precision, format)
+    check_format(config.precision, "bf16")
+
+
+def test_a_folder_without_a_run_has_nothing_to_export(tmp_path):
+    with pytest.raises(ValueError, match="holds no run; write --run=DIR"):
+        export_run(tmp_path, tmp_path / "out", "bf16")

@@ -112,6 +112,17 @@ def test_rewards_are_laid_out_by_prompt_and_sample(two_prompts):
     np.testing.assert_array_equal(rewards, [[1, 0], [0, 1]])
 
 
+def test_groups_are_prompt_instances_even_where_two_have_one_text():
+    """BR-065: [1, 0, 0, 0] has its own baseline, whatever the other group of that text earned."""
+    twice = make_prompts([Problem(i, "p", "answer 0", "test") for i in (0, 1)], TOKENIZER, CONFIG)
+    right, wrong = (("p", answer(f"answer {i}"), True) for i in (0, 1))
+    rows = [right, wrong, wrong, wrong, right, right, right, wrong]
+    rewards, valid = score(rollout_of(rows), twice, TOKENIZER, 4)
+    advantages = np.asarray(group_advantages(rewards, valid, scale="std"))
+    np.testing.assert_allclose(advantages[0], [1.732, -0.577, -0.577, -0.577], atol=1e-3)
+    np.testing.assert_allclose(advantages[1], [0.577, 0.577, 0.577, -1.732], atol=1e-3)
+
+
 def test_a_response_cut_off_by_the_budget_earns_nothing(two_prompts):
     rows = [("p", answer("answer 0", done=False), False), ("p", answer("answer 0"), True)] * 2
     rewards, valid = score(rollout_of(rows), two_prompts, TOKENIZER, 2)

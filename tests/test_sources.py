@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from helpers import SHAPE
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from trace_jax import scoring
 from trace_jax.config import Config, ConfigError, TaskConfig, default, freeze
@@ -13,6 +14,7 @@ from trace_jax.model import ModelConfig
 from trace_jax.rollout import Rollout
 from trace_jax.scoring import choose, first_problems, make_prompts, problem_set, score
 from trace_jax.tasks import ENVIRONMENTS, TASK_KINDS, ByteTokenizer, Problem, sources
+from trace_jax.tasks.chat_tokenizer import ChatTokenizer
 from trace_jax.tasks.sandbox import SandboxUnavailable
 from trace_jax.warmup import spoiled
 
@@ -185,3 +187,36 @@ def test_an_unreliable_teacher_reverses_lines_of_programs_and_walks():
     walk = Problem(0, "p", "north\nwest\ntake", "maze")
     assert spoiled(walk, 1.0 - 1e-12).answer == "take\nwest\nnorth"
     assert spoiled(Problem(0, "p", "a b c", "words"), 1.0 - 1e-12).answer == "c b a"
+
+
+# --- turns of a chat model ------------------------------------------------------------------
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer(template) -> ChatTokenizer:
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return ChatTokenizer(core, (core.token_to_id("<|im_end|>"),), template)
+
+
+def test_turns_of_a_chat_model_add_up_to_the_whole_conversation():
+    """BR-047: what is appended to the sampled ids is what the template would have written."""
+    tok = chat_tokenizer(CHATML)
+    said = [*tok.prompt_ids("Doors: north."), *tok.encode("north"), *tok.eos_ids]
+    said += tok.turn_ids("Doors: south.\n> ")
+    roles = ("user", "Doors: north."), ("assistant", "north"), ("user", "Doors: south.\n> ")
+    whole = tok.chat([{"role": r, "content": c} for r, c in roles])
+    assert said == tok.encode(whole)
+
+
+def test_a_template_without_an_end_of_turn_is_refused():
+    tok = chat_tokenizer("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    with pytest.raises(ValueError, match="does not end the model's turn with an EOS"):
+        tok.turn_ids("go on")

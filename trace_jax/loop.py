@@ -16,6 +16,7 @@ from trace_jax import fp4, model, modes, sync
 from trace_jax.audit import first_rows
 from trace_jax.checkpoint import Checkpointer
 from trace_jax.config import Config, require, to_dict
+from trace_jax.draws import STRIDE, Draw, fill
 from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
@@ -226,53 +227,65 @@ class Trainer:
         with clock.part("sync") as ready:
             params = self.actor.sync(train.params)
             ready(params)
-        with clock.part("prompts"):
-            prompts = self.actor.prompts(step)
-        with clock.part("rollout") as ready:
-            played = self.actor.play(params, prompts, step, train.version)
-            rollout = played.rollout
-            ready(rollout)
-        with clock.part("reward"):
-            rewards, valid, counts = self.actor.judge(played, prompts)
+        draw = lambda at: self._draw(params, at, train.version, clock)
+        first = draw(step)
+        drawn = first
+        if self.learner.settings["dynamic_sampling"]:
+            drawn = fill(first, lambda i: draw(step + i * STRIDE))
         with clock.part("ledger") as ready:
             codes = self.code_ledger(
-                rollout, *self.learner.audit(train.params, rollout, train.version)
+                first.rollout, *self.learner.audit(train.params, first.rollout, train.version)
             )
             ready(codes)
+        rollout = drawn.rollout
         with clock.part("train") as ready:
-            advantages, live = self._advantages(rewards, valid)
+            advantages, live = self._advantages(drawn.rewards, drawn.valid)
             old, ref = self._fixed_logprobs(train, state, rollout)
             head = self.learner.sampler_head(params, rollout) if c.rl.score_centering else None
             train, metrics = self.learner.update(train, rollout, advantages, live, old, ref, head)
             ready(metrics)
         self._check(train, step)
-        seconds = clock.seconds
-        sampled = int(rollout.mask.sum())
         metrics = {k: float(v) for k, v in jax.device_get({**metrics, **codes}).items()}
         metrics = {("train/" + k if "/" not in k else k): v for k, v in metrics.items()}
         metrics["mismatch/k3"] = metrics.pop("mismatch/kl_k3")
-        stats = {f"reward/{k}": float(v) for k, v in group_stats(rewards, valid).items()}
-        stats["reward/mean"] = stats.pop("reward/reward_mean")
-        metrics |= stats
-        metrics |= {f"seconds/{part}": s for part, s in seconds.items()}
+        # Of the first draw: groups that were drawn again are not a fair sample.
+        stats = group_stats(first.rewards, first.valid)
+        metrics |= {f"reward/{k}": float(v) for k, v in stats.items()}
+        metrics["reward/mean"] = metrics.pop("reward/reward_mean")
+        metrics |= {f"seconds/{part}": s for part, s in clock.seconds.items()}
+        metrics |= {f"rollout/{k}": v for k, v in drawn.counts.items()}
         metrics |= {
-            **{f"rollout/{k}": v for k, v in counts.items()},
-            "rollout/dropped_prompts": prompts.dropped,
-            "rollout/unscored": int((~valid).sum()) - prompts.dropped * c.rl.samples,
-            "rollout/finished": float(rollout.finished.mean()),
-            "rollout/response_length": sampled / rollout.tokens.shape[0],
-            "tokens_per_second": sampled / seconds["rollout"],
+            "tokens_per_second": drawn.counts["sampled_tokens"] / clock.seconds["rollout"],
             "guidance/bytes_per_token": self.bytes_per_token,
             "weights/bytes": sync.weight_bytes(params),
         }
         return {**state, "train": train}, metrics
+
+    def _draw(self, params, step: int, version, clock: Clock) -> Draw:
+        """Prompts, rollout and rewards of one step."""
+        with clock.part("prompts"):
+            prompts = self.actor.prompts(step)
+        with clock.part("rollout") as ready:
+            played = self.actor.play(params, prompts, step, version)
+            ready(played.rollout)
+        with clock.part("reward"):
+            rewards, valid, counts = self.actor.judge(played, prompts)
+        rollout, sampled = played.rollout, int(played.rollout.mask.sum())
+        counts |= {
+            "dropped_prompts": prompts.dropped,
+            "unscored": int((~valid).sum()) - prompts.dropped * self.config.rl.samples,
+            "finished": float(rollout.finished.mean()),
+            "response_length": sampled / rollout.tokens.shape[0],
+            "sampled_tokens": sampled,
+        }
+        return Draw(rollout, rewards, valid, counts)
 
     def _advantages(self, rewards, valid):
         scale = self.learner.settings["scale"]
         advantages = group_advantages(rewards, valid, scale=scale)
         live = valid
         if self.learner.settings["dynamic_sampling"]:
-            # DAPO: groups without a gradient do not dilute the token mean either.
+            # DAPO: groups that stayed flat do not dilute the token mean either.
             live = valid & np.asarray(informative_groups(rewards, valid))[:, None]
         return shard_rows((advantages.reshape(-1), jnp.asarray(live).reshape(-1)), self.mesh)
 

@@ -93,7 +93,16 @@ def _with_kernel_weights(layer: dict) -> dict:
         parts = [gate_up[:, :half], gate_up[:, half:]]
     laid_out = {"gate_up": lay_out(*parts), "down": lay_out(one["down"])}
     moe = layer["moe"] | jax.tree.map(lambda a: a[None], laid_out)
-    return {**layer, "moe": moe}
+    return {**layer, "moe": moe, "attention": _with_one_projection(layer["attention"])}
+
+
+def _with_one_projection(attention: dict) -> dict:
+    """Queries, keys and values by one product: their weights stacked along the outputs."""
+    if "q" not in attention:
+        return attention
+    rest = {name: value for name, value in attention.items() if name not in ("q", "k", "v")}
+    parts = [attention[name] for name in ("q", "k", "v")]
+    return {**rest, "qkv": jax.tree.map(lambda *a: jnp.concatenate(a, axis=1), *parts)}
 
 
 def weight_bytes(params: dict) -> int:

@@ -22,10 +22,10 @@ from trace_jax.kernels.kv_recent import read_recent
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
 # (kind, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
 HOPPER_VARIANTS = {
-    ("nvfp4", 128): ((0, 12), (1, 14), (2, 8)),
+    ("nvfp4", 128): ((0, 12), (1, 16), (2, 8)),
     ("nvfp4", 64): ((4, 16),),
     ("nvfp4", 256): ((5, 6),),
-    ("fp8", 128): ((8, 8),),
+    ("fp8", 128): ((8, 8), (11, 12)),
     ("fp8", 64): ((9, 12),),
     ("fp8", 256): ((10, 4),),
     ("bf16", 128): ((3, 4),),
@@ -78,7 +78,8 @@ def _hopper(q, pages, table, lengths, scale, window, sink, recent=None, variant=
     batch, heads, d = q.shape
     kv_heads = pages.kv_heads
     index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
-    slots = BLOCKS * warps + batch * kv_heads * -(-heads // kv_heads // 8)
+    tiles = batch * kv_heads * -(-heads // kv_heads // 8)
+    slots = BLOCKS * warps + tiles * (1 if recent is None else 2)
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((slots, 8, d), jnp.float32),
@@ -88,6 +89,7 @@ def _hopper(q, pages, table, lengths, scale, window, sink, recent=None, variant=
     return jax.ffi.ffi_call(cuda_build.register("paged_attention"), out)(
         pages.data, table, lengths, q,
         jnp.zeros(0, jnp.float32) if sink is None else sink.astype(jnp.float32),
+        jnp.zeros(0, jnp.uint8) if recent is None else recent.data,
         variant=np.int64(index), kv_heads=np.int64(kv_heads), window=np.int64(window or 0),
         warps=np.int64(BLOCKS * warps), scale=np.float32(scale),
     )[0]  # fmt: skip
@@ -123,9 +125,7 @@ def _tpu_refusal(q, pages, recent) -> str | None:
     return _pallas_refusal(q, pages, recent)
 
 
-def _hopper_refusal(q, pages, recent) -> str | None:
-    if recent is not None:
-        return "it does not read a window of recent tokens"
+def _hopper_refusal(q, pages) -> str | None:
     if pages.layout != "hopper":
         return f"it takes pages in the layout 'hopper', not {pages.layout!r}"
     if q.dtype != jnp.bfloat16:
@@ -178,7 +178,7 @@ def paged_attention(
         raise ValueError(f"paged_attention: window is {window}; write a positive number or None")
     refusals = {
         "reference": lambda: None,
-        "hopper": lambda: _hopper_refusal(q, pages, recent),
+        "hopper": lambda: _hopper_refusal(q, pages),
         "pallas_tpu": lambda: _tpu_refusal(q, pages, recent),
         "pallas_interpret": lambda: _pallas_refusal(q, pages, recent),
     }

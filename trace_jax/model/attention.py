@@ -12,7 +12,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import Format, formats
 from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, angles, precision_of, rotary, rounded
+from trace_jax.model.layers import Linear, RMSNorm, angles, product, rotary, rounded, stored
 from trace_jax.model.sites import Sites
 
 
@@ -98,9 +98,6 @@ def attend(
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
     used = jnp.any(mask, axis=1)[..., None, None]
     k, v = jnp.where(used, k, 0), jnp.where(used, v, 0)
-    product = partial(
-        jnp.einsum, preferred_element_type=jnp.float32, precision=precision_of(q.dtype)
-    )
     scores = product("bsgqd,btgd->bgqst", q, k)
     scores = jnp.where(mask[:, None, None], scores * (scale or dim**-0.5), -1e30)
     if sinks is not None:
@@ -161,10 +158,11 @@ class Attention(nn.Module):
     def __call__(self, x, positions, sites: Sites, cache=None, window=None, pages=None):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
-        q, k, v, gate = self._project(x, linear)
+        gate = None
         if self._in_one_launch(sites, x):
-            q, k = self._norm_and_turn(q, k, positions)
+            q, k, v = self._normed_and_turned(x, positions)
         else:
+            q, k, v, gate = self._project(x, linear)
             q, k = self._head_norm(q, k)
             if cfg.clip_qkv:
                 q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
@@ -190,13 +188,35 @@ class Attention(nn.Module):
         """
         cfg = self.config
         heads = (*x.shape[:2], -1, cfg.head_dim)
-        q = linear(cfg.num_heads * cfg.head_dim * (1 + cfg.attention_gate), name="q")(x)
-        k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
-        v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
+        if self._joined:
+            q, k, v = jnp.split(rounded(self._joined_product(x), x.dtype), self._bounds, axis=-1)
+        else:
+            q = linear(self._bounds[0], name="q")(x)
+            k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
+            v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
         gate = None
         if cfg.attention_gate:
             q, gate = jnp.split(q.reshape(*x.shape[:2], cfg.num_heads, -1), 2, axis=-1)
         return q.reshape(heads), k.reshape(heads), v.reshape(heads), gate
+
+    @property
+    def _joined(self) -> bool:
+        """Whether the parameters hold one projection for all three (sync.by_layer)."""
+        return self.has_variable("params", "qkv")
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        cfg = self.config
+        queries = cfg.num_heads * cfg.head_dim * (1 + cfg.attention_gate)
+        return queries, queries + cfg.num_kv_heads * cfg.head_dim
+
+    def _joined_product(self, x):
+        """FP32 [B, S, all heads * head_dim]."""
+        weights = self.get_variable("params", "qkv")
+        y = product("...k,nk->...n", x, stored(weights["weight"], x.dtype))
+        if "bias" in weights:
+            y = y + jnp.expand_dims(rounded(weights["bias"]).astype(jnp.float32), range(y.ndim - 1))
+        return y
 
     def _head_norm(self, q, k):
         """Queries and keys [B, S, heads, head_dim], normed over what the config says."""
@@ -212,14 +232,18 @@ class Attention(nn.Module):
     def _in_one_launch(self, sites: Sites, x) -> bool:
         cfg = self.config
         plain = not cfg.clip_qkv and (not cfg.qk_norm or cfg.qk_norm_over == "head")
-        plain = plain and cfg.rotary_fraction == 1.0 and not cfg.zero_centred_norms
-        return sites.decoding and plain and x.dtype == jnp.bfloat16 and x.shape[1] == 1
+        plain = plain and not cfg.attention_gate and not cfg.zero_centred_norms
+        plain = plain and cfg.rotary_fraction == 1.0
+        one = x.dtype == jnp.bfloat16 and x.shape[1] == 1
+        return sites.decoding and self._joined and plain and one
 
-    def _norm_and_turn(self, q, k, positions):
+    def _normed_and_turned(self, x, positions):
         cfg = self.config
-        weights = [None, None]
+        norms = [None, None]
         if cfg.qk_norm:
-            weights = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
+            norms = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
         cos, sin = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.rope_scaling)
-        q, k = norm_rotary(q[:, 0], k[:, 0], *weights, cos, sin, eps=cfg.norm_eps)
-        return q[:, None], k[:, None]
+        projected = self._joined_product(x)[:, 0]
+        heads = cfg.num_heads, cfg.num_kv_heads
+        rows = norm_rotary(projected, *heads, *norms, cos, sin, eps=cfg.norm_eps)
+        return tuple(a[:, None] for a in rows)

@@ -17,7 +17,7 @@ from trace_jax.model.layers import (
     Linear,
     RMSNorm,
     normal_init,
-    precision_of,
+    product,
     rotary,
     rounded,
     stored,
@@ -33,13 +33,7 @@ def by_head(x, weight):
     As three axes: XLA's CPU back end has no BF16 product with FP32 sums of other forms.
     """
     heads = jnp.moveaxis(x, 2, 0)  # [heads, B, S, K]
-    y = jnp.einsum(
-        "hmk,hnk->hmn",
-        heads.reshape(heads.shape[0], -1, heads.shape[-1]),
-        weight,
-        preferred_element_type=jnp.float32,
-        precision=precision_of(x.dtype),
-    )
+    y = product("hmk,hnk->hmn", heads.reshape(heads.shape[0], -1, heads.shape[-1]), weight)
     return rounded(jnp.moveaxis(y.reshape(*heads.shape[:3], -1), 0, 2), x.dtype)
 
 

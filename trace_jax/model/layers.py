@@ -45,6 +45,12 @@ def rounded(x: jax.Array, dtype=Dtype) -> jax.Array:
     return formats.fp32_source(x, dtype).astype(dtype)
 
 
+def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """FP32 einsum of two arrays of one dtype."""
+    precision = precision_of(a.dtype)
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
 def stored(weight: jax.Array, dtype=Dtype) -> jax.Array:
     """A weight in `dtype`: as it stands where it is held so (rollout), else rounded (master).
 
@@ -89,13 +95,7 @@ class Linear(nn.Module):
     def __call__(self, x):
         inputs = x.shape[-1]
         weight = self.param("weight", normal_init(inputs), (self.features, inputs), jnp.float32)
-        y = jnp.einsum(
-            "...k,nk->...n",
-            x.astype(self.dtype),
-            stored(weight, self.dtype),
-            preferred_element_type=jnp.float32,
-            precision=precision_of(self.dtype),
-        )
+        y = product("...k,nk->...n", x.astype(self.dtype), stored(weight, self.dtype))
         if self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             bias = rounded(bias, self.dtype).astype(jnp.float32)

@@ -1,6 +1,7 @@
 // BF16 rows to the BF16 values that NVFP4 makes of them, with a power-of-two outer scale a row,
-// and what guides the trainer: mantissa bits or codes, and block scales. One warp a row, in
-// units of 8 values a lane; a block is two neighbouring lanes.
+// and what guides the trainer: mantissa bits or codes, and block scales. WARPS warps a row (a
+// decode step has few rows, and their latency counts), in units of 8 values a lane; a block is
+// two neighbouring lanes.
 #include <cuda_bf16.h>
 
 #include "nvfp4.cuh"
@@ -19,12 +20,6 @@ struct FakeArgs {
   bool whole_codes;  // `bits` are codes
 };
 
-// Ties to even; the products are exact.
-__device__ __forceinline__ uint32_t magnitude_code(float m, float unit) {
-  return (m > unit * 0.25f) + (m >= unit * 0.75f) + (m > unit * 1.25f) + (m >= unit * 1.75f) +
-         (m > unit * 2.5f) + (m >= unit * 3.5f) + (m > unit * 5.0f);
-}
-
 __device__ __forceinline__ float magnitude(uint32_t code) {
   float x = __uint_as_float((code << 22) + 0x3F000000u);
   return fminf(x, 2 * x - 1);
@@ -42,15 +37,18 @@ __device__ __forceinline__ uint32_t round_one(uint32_t half, float grid, int at,
   return value | (half & 0x8000u);
 }
 
-template <int UNITS>
+template <int WARPS, int UNITS>
 __global__ void __launch_bounds__(128) fake_quantize(const FakeArgs p) {
-  int lane = threadIdx.x & 31, row = blockIdx.x * 4 + (threadIdx.x >> 5), units = p.width / 8;
-  if (row >= p.rows) return;
+  constexpr int kLanes = 32 * WARPS, kRows = 4 / WARPS;
+  __shared__ uint32_t most[4];
+  int lane = threadIdx.x % kLanes, row = blockIdx.x * kRows + threadIdx.x / kLanes;
+  int units = p.width / 8;
+  if (row >= p.rows) return;  // whole warps, and with WARPS 4 the whole block
   uint4 x[UNITS];
   uint32_t row_amax = 0, amax[UNITS];
 #pragma unroll
   for (int i = 0; i < UNITS; i++) {
-    int u = lane + 32 * i;
+    int u = lane + kLanes * i;
     x[i] = u < units ? p.x[(size_t)row * units + u] : make_uint4(0, 0, 0, 0);
   }
 #pragma unroll
@@ -60,10 +58,15 @@ __global__ void __launch_bounds__(128) fake_quantize(const FakeArgs p) {
     row_amax = max(row_amax, amax[i]);
   }
   row_amax = __reduce_max_sync(~0u, row_amax);
+  if constexpr (WARPS == 4) {
+    most[threadIdx.x / 32] = row_amax;
+    __syncthreads();
+    row_amax = max(max(most[0], most[1]), max(most[2], most[3]));
+  }
   float outer = outer_scale(__uint_as_float(row_amax << 16));
 #pragma unroll
   for (int i = 0; i < UNITS; i++) {
-    int u = lane + 32 * i;
+    int u = lane + kLanes * i;
     if (u >= units) continue;
     float scale;
     uint32_t byte = block_scale(__uint_as_float(amax[i] << 16), outer, scale), codes = 0;
@@ -76,7 +79,7 @@ __global__ void __launch_bounds__(128) fake_quantize(const FakeArgs p) {
     }
     size_t at = (size_t)row * units + u;
     p.value[at] = make_uint4(words[0], words[1], words[2], words[3]);
-    if (p.scales && !(lane & 1)) p.scales[at / 2] = static_cast<uint8_t>(byte);
+    if (p.scales && !(threadIdx.x & 1)) p.scales[at / 2] = static_cast<uint8_t>(byte);
     if (!p.bits) continue;
     if (p.whole_codes) reinterpret_cast<uint32_t*>(p.bits)[at] = codes;
     else p.bits[at] = static_cast<uint8_t>(mantissa_byte(codes));
@@ -85,12 +88,12 @@ __global__ void __launch_bounds__(128) fake_quantize(const FakeArgs p) {
 
 cudaError_t launch_fake(const FakeArgs& p, cudaStream_t stream) {
   int grid = (p.rows + 3) / 4;
-  if (p.width <= 256) fake_quantize<1><<<grid, 128, 0, stream>>>(p);
-  else if (p.width <= 512) fake_quantize<2><<<grid, 128, 0, stream>>>(p);
-  else if (p.width <= 768) fake_quantize<3><<<grid, 128, 0, stream>>>(p);
-  else if (p.width <= 1024) fake_quantize<4><<<grid, 128, 0, stream>>>(p);
-  else if (p.width <= 2048) fake_quantize<8><<<grid, 128, 0, stream>>>(p);
-  else if (p.width <= 4096) fake_quantize<16><<<grid, 128, 0, stream>>>(p);
+  if (p.width <= 256) fake_quantize<1, 1><<<grid, 128, 0, stream>>>(p);
+  else if (p.width <= 512) fake_quantize<1, 2><<<grid, 128, 0, stream>>>(p);
+  else if (p.width <= 768) fake_quantize<1, 3><<<grid, 128, 0, stream>>>(p);
+  else if (p.width <= 1024) fake_quantize<4, 1><<<p.rows, 128, 0, stream>>>(p);
+  else if (p.width <= 2048) fake_quantize<4, 2><<<p.rows, 128, 0, stream>>>(p);
+  else if (p.width <= 4096) fake_quantize<4, 4><<<p.rows, 128, 0, stream>>>(p);
   else return cudaErrorInvalidValue;
   return cudaGetLastError();
 }

@@ -53,12 +53,6 @@ __device__ __forceinline__ uint32_t e5m3(uint32_t e4m3) {
   return e4m3 < 8 ? 0x1E1C1A1814100800ull >> (8 * e4m3) & 0xFF : e4m3 + 24;
 }
 
-// Magnitude code of m on a grid of step `unit`; ties to even. The products are exact.
-__device__ __forceinline__ uint32_t magnitude_code(float m, float unit) {
-  return (m > unit * 0.25f) + (m >= unit * 0.75f) + (m > unit * 1.25f) + (m >= unit * 1.75f) +
-         (m > unit * 2.5f) + (m >= unit * 3.5f) + (m > unit * 5.0f);
-}
-
 // V: the 16-byte chunk of a group of 32 that holds the token's values of dimension d.
 __device__ __forceinline__ int v_chunk(Token k, int d) { return k.t * 8 + (d + 2 * k.t) % 8; }
 

@@ -33,6 +33,12 @@ __device__ __forceinline__ float outer_scale(float amax) {
   return __uint_as_float((__float_as_uint(raw) + 0x7FFFFFu) & 0xFF800000u);
 }
 
+// Magnitude code of m on a grid of step `unit`; ties to even. The products are exact.
+__device__ __forceinline__ uint32_t magnitude_code(float m, float unit) {
+  return (m > unit * 0.25f) + (m >= unit * 0.75f) + (m > unit * 1.25f) + (m >= unit * 1.75f) +
+         (m > unit * 2.5f) + (m >= unit * 3.5f) + (m > unit * 5.0f);
+}
+
 // The mantissa bits of eight codes, one a nibble, as one byte.
 __device__ __forceinline__ uint32_t mantissa_byte(uint32_t codes) {
   uint32_t m = codes & 0x11111111u;

@@ -26,11 +26,13 @@ struct Args {
   const int* lengths;          // [batch]
   const __nv_bfloat16* query;  // [batch][kv heads][group][head size]
   const float* sink;           // [kv heads * group] or null
-  float* partial;              // [warps + batch * head tiles][8][head size]
-  float2* partial_ml;          // [warps + batch * head tiles][8]: maximum, sum
+  const uint8_t* recent;       // BF16 [batch * recent_tokens / 64][kv heads][2][unit bytes] or null
+  float* partial;              // [warps + 2 * batch * head tiles][8][head size]
+  float2* partial_ml;          // [warps + 2 * batch * head tiles][8]: maximum, sum
   int* prefix;                 // [batch + 1]: pages of the sequences before, for the merge
   __nv_bfloat16* out;          // [batch][kv heads][group][head size]
   int batch, kv_heads, group, max_pages, window, warps;
+  int recent_tokens;           // the last of each sequence, read from `recent`; a multiple of 64
   float scale;                 // softmax scale * log2 e
 };
 
@@ -57,14 +59,19 @@ __device__ __forceinline__ int head_tiles(const Args& p) {
   return p.kv_heads * ((p.group + 7) / 8);
 }
 
-__device__ __forceinline__ int first_page(const Args& p, int length) {
-  return p.window > 0 ? max(length - p.window, 0) / kPage : 0;
-}
-
-__device__ __forceinline__ int page_count(const Args& p, int b) {
-  int length = min(p.lengths[b], p.max_pages * kPage);
-  return length > 0 ? (length + kPage - 1) / kPage - first_page(p, length) : 0;
-}
+// Tokens start <= i < end of a sequence count; those from `paged` on are in the recent window.
+struct Span {
+  int start, paged, end;
+  __device__ __forceinline__ Span(const Args& p, int b) {
+    end = min(max(p.lengths[b], 0), p.max_pages * kPage);
+    start = p.window > 0 ? max(end - p.window, 0) : 0;
+    paged = max(end - p.recent_tokens, start);
+  }
+  __device__ __forceinline__ int first_page() const { return start / kPage; }
+  __device__ __forceinline__ int pages() const {
+    return paged > start ? (paged + kPage - 1) / kPage - first_page() : 0;
+  }
+};
 
 // Warps that get at least one page, so that each leaves its partial results.
 __device__ __forceinline__ int used_warps(const Args& p, long long total) {
@@ -136,9 +143,9 @@ struct Walk {
     int rest = (int)(at - (long long)prefix[b] * heads);
     head = rest / count;
     int first = rest % count, many = (int)min((long long)(count - first), high - at);
-    page = first + first_page(p, p.lengths[b]);
+    page = first + Span(p, b).first_page();
     end = page + many;
-    whole = many == count;
+    whole = many == count && !p.recent;
     at += many;
   }
 };
@@ -406,16 +413,39 @@ __device__ __forceinline__ float inverse_total(const Args& p, size_t row, float 
   return total > 0.0f || total != total ? 1.0f / total : 0.0f;
 }
 
-// The result of (b, head) to `out` if this warp has all of it, else a partial one; clears `acc`.
-template <int KIND, int D>
-__device__ __forceinline__ void finish(const Args& p, const Walk& walk, int me, int lane,
-                                       Softmax sm, float (*acc)[4]) {
-  int g = lane >> 2, t = lane & 3, tiles = (p.group + 7) / 8;
+// Sums over the warp are in `sm` already.
+template <int D>
+__device__ __forceinline__ void write_partial(const Args& p, int slot, int lane, Softmax sm,
+                                              float (*acc)[4], float unscale) {
+  int g = lane >> 2, t = lane & 3;
+  float* o = p.partial + (size_t)slot * 8 * D + 2 * t * D + g;
+#pragma unroll
+  for (int i = 0; i < D / 16; i++) {
+    o[i * 16] = acc[i][0] * unscale;
+    o[D + i * 16] = acc[i][1] * unscale;
+    o[i * 16 + 8] = acc[i][2] * unscale;
+    o[D + i * 16 + 8] = acc[i][3] * unscale;
+  }
+  if (g == 0) {
+    p.partial_ml[slot * 8 + 2 * t] = make_float2(sm.m0, sm.l0);
+    p.partial_ml[slot * 8 + 2 * t + 1] = make_float2(sm.m1, sm.l1);
+  }
+}
+
+__device__ __forceinline__ void add_up_sums(Softmax& sm) {
 #pragma unroll
   for (int d = 4; d < 32; d <<= 1) {
     sm.l0 += __shfl_xor_sync(~0u, sm.l0, d);
     sm.l1 += __shfl_xor_sync(~0u, sm.l1, d);
   }
+}
+
+// The result of (b, head) to `out` if this warp has all of it, else a partial one; clears `acc`.
+template <int KIND, int D>
+__device__ __forceinline__ void finish(const Args& p, const Walk& walk, int me, int lane,
+                                       Softmax sm, float (*acc)[4]) {
+  int g = lane >> 2, t = lane & 3, tiles = (p.group + 7) / 8;
+  add_up_sums(sm);
   if (walk.whole) {
     int first = walk.head / tiles * p.group, row = walk.head % tiles * 8 + 2 * t;
     float w0, w1;
@@ -435,19 +465,8 @@ __device__ __forceinline__ void finish(const Args& p, const Walk& walk, int me, 
       }
     }
   } else {
-    int slot = me + walk.b * head_tiles(p) + walk.head;
-    float* o = p.partial + (size_t)slot * 8 * D + 2 * t * D + g;
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) {
-      o[i * 16] = acc[i][0] * value_unscale(KIND);
-      o[D + i * 16] = acc[i][1] * value_unscale(KIND);
-      o[i * 16 + 8] = acc[i][2] * value_unscale(KIND);
-      o[D + i * 16 + 8] = acc[i][3] * value_unscale(KIND);
-    }
-    if (g == 0) {
-      p.partial_ml[slot * 8 + 2 * t] = make_float2(sm.m0, sm.l0);
-      p.partial_ml[slot * 8 + 2 * t + 1] = make_float2(sm.m1, sm.l1);
-    }
+    write_partial<D>(p, me + walk.b * head_tiles(p) + walk.head, lane, sm, acc,
+                     value_unscale(KIND));
   }
 #pragma unroll
   for (int i = 0; i < D / 16; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
@@ -482,7 +501,7 @@ __device__ void prefix_pages(const Args& p, int* prefix) {
   int each = (p.batch + WARPS * 32 - 1) / (WARPS * 32);
   int begin = min((int)threadIdx.x * each, p.batch), end = min(begin + each, p.batch), mine = 0;
 #pragma unroll 4
-  for (int b = begin; b < end; b++) mine += page_count(p, b);
+  for (int b = begin; b < end; b++) mine += Span(p, b).pages();
   int before = mine;  // of this thread's run: of the warp, then of the block
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {
@@ -495,7 +514,7 @@ __device__ void prefix_pages(const Args& p, int* prefix) {
   for (int w = 0; w < warp; w++) before += sums[w];
   for (int b = begin; b < end; b++) {
     prefix[b] = before;
-    before += page_count(p, b);
+    before += Span(p, b).pages();
   }
   if (end == p.batch) prefix[p.batch] = before;  // of several threads: all write the total
   __syncthreads();
@@ -532,11 +551,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
   for (int used = 0; walk.at < walk.high;) {
     walk.enter(p, prefix);
     load_query<KIND, D>(p, walk.b, walk.head, lane, q);
-    int length = min(p.lengths[walk.b], p.max_pages * kPage);
-    int start = p.window > 0 ? max(length - p.window, 0) : 0;
+    Span span(p, walk.b);
     Softmax sm{kLow, kLow, 0.0f, 0.0f};
     for (int page = walk.page; page < walk.end; page++) {
-      int begin = max(start - page * kPage, 0), end = min(length - page * kPage, kPage);
+      int begin = max(span.start - page * kPage, 0), end = min(span.paged - page * kPage, kPage);
       float s[4][4];
       int slot = used % UNITS;
       barrier_wait(full + slot, (used / UNITS) & 1);
@@ -558,6 +576,50 @@ __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
   }
 }
 
+__device__ __forceinline__ int recent_slot(const Args& p, int tile) {
+  return p.warps + p.batch * head_tiles(p) + tile;
+}
+
+// Slots begin <= s < end of one page of a window, read where they lie.
+template <int D>
+__device__ __forceinline__ void add_recent(const Args& p, const uint8_t* k_unit, int lane,
+                                           int begin, int end, const uint32_t* q, Softmax& sm,
+                                           float (*acc)[4]) {
+  if (begin >= end) return;
+  const uint8_t* v_unit = k_unit + Unit<kBf16, D>::kBytes;
+  float s[4][4];
+  uint32_t P[8];
+  scores<kBf16, D>(k_unit, lane, q, s);
+  probabilities<kBf16, D>(p, k_unit, lane, begin, end, s, sm, acc);
+  to_operand<kBf16, D>(v_unit, lane, begin, end, s, P);
+  values<kBf16, D>(v_unit, nullptr, lane, begin, end, P, acc);
+}
+
+// The recent windows: a warp a (sequence, head tile), one partial result each. Token i is slot
+// i % recent_tokens, so that what counts is one run of slots, or two.
+template <int D>
+__global__ void __launch_bounds__(128) recent_attention(const Args p) {
+  int lane = threadIdx.x & 31, tile = blockIdx.x * 4 + (threadIdx.x >> 5);
+  int heads = head_tiles(p), b = tile / heads, head = tile % heads;
+  if (b >= p.batch) return;
+  Span span(p, b);
+  int kv_head = head / ((p.group + 7) / 8), size = p.recent_tokens;
+  int first = span.paged % size, last = first + span.end - span.paged;
+  float acc[D / 16][4] = {};
+  uint32_t q[D / 8];
+  load_query<kBf16, D>(p, b, head, lane, q);
+  Softmax sm{kLow, kLow, 0.0f, 0.0f};
+  for (int page = 0; page < size / kPage; page++) {
+    int at = page * kPage;
+    size_t unit = ((size_t)(b * (size / kPage) + page) * p.kv_heads + kv_head) * 2;
+    const uint8_t* k_unit = p.recent + unit * Unit<kBf16, D>::kBytes;
+    add_recent<D>(p, k_unit, lane, max(first - at, 0), min(last - at, kPage), q, sm, acc);
+    add_recent<D>(p, k_unit, lane, 0, min(last - size - at, kPage), q, sm, acc);
+  }
+  add_up_sums(sm);
+  write_partial<D>(p, recent_slot(p, tile), lane, sm, acc, 1.0f);
+}
+
 // Adds up the partial results of the (sequence, head tile)s that several warps shared, and gives
 // zeros where there are no tokens. A warp takes one head of a tile, and every
 // splits-th partial result of it.
@@ -569,33 +631,39 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p, int spli
   int heads = head_tiles(p), tiles = (p.group + 7) / 8, rows = kMergeWarps / splits;
   int tile = blockIdx.x * rows / 8, b = tile / heads, head = tile % heads, part = warp % splits;
   int h = blockIdx.x * rows % 8 + warp / splits, row = head % tiles * 8 + h;
-  int count = p.prefix[b + 1] - p.prefix[b];
+  int count = p.prefix[b + 1] - p.prefix[b], w0 = 0, parts = 0;
   float weight = 0.0f, m = kLow, l = 0.0f, sum[N] = {};
   if (count > 0) {
     long long total = (long long)p.prefix[p.batch] * heads;
     long long first = (long long)p.prefix[b] * heads + (long long)head * count;
     int warps = used_warps(p, total);
     // Exact: the quotients are below 2^12, and integers or 1 / total away from one.
-    int w0 = (int)((double)((first + 1) * warps - 1) / (double)total);
-    int w1 = (int)((double)((first + count) * warps - 1) / (double)total);
-    if (w0 == w1) return;  // that warp wrote the result
-    const float2* ml = p.partial_ml + (size_t)tile * 8 + h;
-    for (int w = w0 + lane; w <= w1; w += 32) m = fmaxf(m, ml[w * 8].x);
+    w0 = (int)((double)((first + 1) * warps - 1) / (double)total);
+    parts = (int)((double)((first + count) * warps - 1) / (double)total) - w0 + 1;
+    if (parts == 1 && !p.recent) return;  // that warp wrote the result
+  }
+  auto slot = [&](int i) { return i < parts ? w0 + i + tile : recent_slot(p, tile); };
+  int all = parts + (p.recent ? 1 : 0);
+  if (all > 0) {
+    for (int i = lane; i < all; i += 32) m = fmaxf(m, p.partial_ml[slot(i) * 8 + h].x);
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-    for (int w = w0 + lane; w <= w1; w += 32) l += exp2f(ml[w * 8].x - m) * ml[w * 8].y;
+    for (int i = lane; i < all; i += 32) {
+      float2 ml = p.partial_ml[slot(i) * 8 + h];
+      l += exp2f(ml.x - m) * ml.y;
+    }
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) l += __shfl_xor_sync(~0u, l, d);
 #pragma unroll 4
-    for (int w = w0 + part; w <= w1; w += splits) {
-      float mine = exp2f(ml[w * 8].x - m);
-      const float* o = p.partial + ((size_t)(w + tile) * 8 + h) * D + lane * N;
+    for (int i = part; i < all; i += splits) {
+      float mine = exp2f(p.partial_ml[slot(i) * 8 + h].x - m);
+      const float* o = p.partial + ((size_t)slot(i) * 8 + h) * D + lane * N;
 #pragma unroll
-      for (int i = 0; i < N; i++) sum[i] += mine * o[i];
+      for (int n = 0; n < N; n++) sum[n] += mine * o[n];
     }
   }
   size_t of_all = (size_t)(head / tiles) * p.group + row;
-  if (count > 0 && row < p.group) l = inverse_total(p, of_all, m, l, weight);
+  if (Span(p, b).end > 0 && row < p.group) l = inverse_total(p, of_all, m, l, weight);
 #pragma unroll
   for (int i = 0; i < N; i++) sums[warp][lane * N + i] = sum[i];
   __syncthreads();
@@ -603,9 +671,9 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p, int spli
   __nv_bfloat16* out = p.out + ((size_t)b * p.kv_heads * p.group + of_all) * D + lane * N;
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    float all = 0.0f;
-    for (int w = 0; w < splits; w++) all += sums[warp + w][lane * N + i];
-    out[i] = __float2bfloat16_rn(all * l * weight);
+    float both = 0.0f;
+    for (int w = 0; w < splits; w++) both += sums[warp + w][lane * N + i];
+    out[i] = __float2bfloat16_rn(both * l * weight);
   }
 }
 
@@ -624,6 +692,7 @@ cudaError_t launch(Args args, cudaStream_t stream) {
   int blocks = args.warps / WARPS;
   kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
   int tiles = args.batch * args.kv_heads * ((args.group + 7) / 8), splits = 1;
+  if (args.recent) recent_attention<D><<<(tiles + 3) / 4, 128, 0, stream>>>(args);
   while (splits < kMergeWarps && splits * 4 * tiles <= args.warps) splits *= 2;
   int blocks_a_tile = 8 * splits / kMergeWarps;
   merge<D><<<tiles * blocks_a_tile, kMergeWarps * 32, 0, stream>>>(args, splits);
@@ -643,15 +712,17 @@ struct Variant {
   {trace_jax::kind, head_size, warps, trace_jax::launch<trace_jax::kind, head_size, warps, units>}
 
 static const Variant kVariants[] = {
-    VARIANT(kNvfp4, 128, 12, 3), VARIANT(kNvfp4, 128, 14, 3), VARIANT(kNvfp4, 128, 8, 5),
+    VARIANT(kNvfp4, 128, 12, 3), VARIANT(kNvfp4, 128, 16, 2), VARIANT(kNvfp4, 128, 8, 5),
     VARIANT(kBf16, 128, 4, 3),   VARIANT(kNvfp4, 64, 16, 4),  VARIANT(kNvfp4, 256, 6, 3),
     VARIANT(kBf16, 64, 8, 3),    VARIANT(kBf16, 256, 2, 3),   VARIANT(kFp8, 128, 8, 3),
     VARIANT(kFp8, 64, 12, 4),    VARIANT(kFp8, 256, 4, 3),
+    VARIANT(kFp8, 128, 12, 2),
 };
 
 static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages,
                                  ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
                                  ffi::Buffer<ffi::BF16> query, ffi::Buffer<ffi::F32> sink,
+                                 ffi::Buffer<ffi::U8> recent,
                                  ffi::Result<ffi::Buffer<ffi::BF16>> out,
                                  ffi::Result<ffi::Buffer<ffi::F32>> partial,
                                  ffi::Result<ffi::Buffer<ffi::F32>> partial_ml,
@@ -663,12 +734,15 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
   args.lengths = lengths.typed_data();
   args.query = reinterpret_cast<const __nv_bfloat16*>(query.typed_data());
   args.sink = sink.element_count() ? sink.typed_data() : nullptr;
+  args.recent = recent.element_count() ? recent.typed_data() : nullptr;
   args.partial = partial->typed_data();
   args.partial_ml = reinterpret_cast<float2*>(partial_ml->typed_data());
   args.prefix = prefix->typed_data();
   args.out = reinterpret_cast<__nv_bfloat16*>(out->typed_data());
   args.batch = static_cast<int>(query.dimensions()[0]);
   args.kv_heads = static_cast<int>(kv_heads);
+  if (args.recent)
+    args.recent_tokens = static_cast<int>(recent.dimensions()[0] / args.batch) * trace_jax::kPage;
   args.group = static_cast<int>(query.dimensions()[1] / kv_heads);
   args.max_pages = static_cast<int>(table.dimensions()[1]);
   args.window = static_cast<int>(window);
@@ -691,6 +765,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_paged_attention, PagedAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
                                   .Ret<ffi::Buffer<ffi::BF16>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
