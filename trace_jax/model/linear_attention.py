@@ -13,11 +13,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Linear, RMSNorm, normal_init, rounded
+from trace_jax.model.layers import Linear, RMSNorm, normal_init, product, rounded
 
 CHUNK = 64  # tokens whose corrections are solved for at once
-
-_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # FP32 throughout
 
 
 def empty_state(config: ModelConfig, shape: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -141,9 +139,9 @@ def delta_rule(q, k, v, log_decay, rate, state):
 def _one(state, q, k, v, log_decay, rate):
     """One token: q, k [B, H, K], v [B, H, V]."""
     state = state * jnp.exp(log_decay)[..., None, None]
-    missing = (v - _product("bhk,bhkv->bhv", k, state)) * rate[..., None]
+    missing = (v - product("bhk,bhkv->bhv", k, state)) * rate[..., None]
     state = state + k[..., None] * missing[..., None, :]
-    return state, _product("bhk,bhkv->bhv", q, state)
+    return state, product("bhk,bhkv->bhv", q, state)
 
 
 def _chunk(state, inputs):
@@ -160,14 +158,14 @@ def _chunk(state, inputs):
     between = jnp.exp(between)  # decay from token j to token i
     since = jnp.exp(total)[..., None]  # decay from the state to token i
     own = rate[..., None]
-    system = _product("bhik,bhjk->bhij", k * own, k) * between
-    held = _product("bhik,bhkv->bhiv", k * since, state)
+    system = product("bhik,bhjk->bhij", k * own, k) * between
+    held = product("bhik,bhkv->bhiv", k * since, state)
     u = jax.lax.linalg.triangular_solve(
         system, (v - held) * own, left_side=True, lower=True, unit_diagonal=True
     )
-    out = _product("bhik,bhkv->bhiv", q * since, state)
-    out = out + _product("bhij,bhjv->bhiv", _product("bhik,bhjk->bhij", q, k) * between, u)
+    out = product("bhik,bhkv->bhiv", q * since, state)
+    out = out + product("bhij,bhjv->bhiv", product("bhik,bhjk->bhij", q, k) * between, u)
     last = total[..., -1:]
     left = jnp.exp(last - total)[..., None]  # decay from token i to the end
     state = state * jnp.exp(last)[..., None]
-    return state + _product("bhik,bhiv->bhkv", k * left, u), out
+    return state + product("bhik,bhiv->bhkv", k * left, u), out
