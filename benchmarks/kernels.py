@@ -33,7 +33,7 @@ HERE = pathlib.Path(__file__).parent
 # A Qwen3-30B-A3B layer.
 EXPERTS, HIDDEN, FF, TOP_K = 128, 2048, 768, 8
 KV_HEADS, GROUP, HEAD = 4, 8, 128
-TOKENS = (1, 16, 64, 256)
+TOKENS = (1, 16, 64, 256, 512, 1024, 2048)
 CONTEXTS = (
     (64, 8192),
     (16, 32768),
@@ -106,12 +106,11 @@ def random_weights(quantized: bool, gated: bool, seed) -> jax.Array:
     return data.at[..., 512:].set(64 + (data[..., 512:] & 15))
 
 
-def fitting(quantized: bool, chunks: int, tokens: int) -> list[int]:
-    """Kernels to time: the one that dispatch chooses, or all of this shape."""
+def fitting(quantized: bool, tokens: int) -> list[int]:
+    """Kernels to time: the one that dispatch chooses, or all of this kind."""
     if not FLAGS.all:
-        return [em.hopper_variant(quantized, chunks, tokens * TOP_K / EXPERTS)]
-    same = (quantized, chunks)
-    return [i for i, v in enumerate(em.HOPPER_VARIANTS) if v[:2] == same]
+        return [em.hopper_variant(quantized, tokens * TOP_K / EXPERTS)]
+    return [i for i, v in enumerate(em.HOPPER_VARIANTS) if v[0] == quantized]
 
 
 def time_experts(lib, copy: float) -> list[dict]:
@@ -131,16 +130,19 @@ def _time_product(lib, copy, weights, quantized, gated, tokens) -> list[dict]:
     x = jax.random.normal(jax.random.key(1), (tokens if gated else tokens * TOP_K, k), jnp.bfloat16)
     out = jnp.zeros((tokens * TOP_K, n), jnp.bfloat16 if gated else jnp.float32)
     outer = jnp.ones((EXPERTS, 2), jnp.float32)
-    jax.block_until_ready((weights, x, out, outer, r))
+    groups = tokens * TOP_K // 8 + EXPERTS  # scratch: rows as the tensor cores read them
+    packed, info = jnp.zeros((groups, k * 16), jnp.uint8), jnp.zeros((groups, 8, 2), jnp.int32)
+    jax.block_until_ready((weights, x, out, outer, packed, info, r))
     active = int((jnp.diff(r.offset) > 0).sum())
     byte_count = active * weights[0].nbytes // EXPERTS + x.nbytes + out.nbytes
     op = "expert_matmul " + ("gate+up" if gated else "down")
     case = f"{'nvfp4' if quantized else 'bf16'}, {active} experts hit"
     rows = []
-    for i in fitting(quantized, weights[0].shape[2], tokens):
+    for i in fitting(quantized, tokens):
         us = lib.bench_expert_matmul(
             i, pointers(weights), len(weights), pointer(outer), pointer(x), pointer(r.slot),
-            pointer(r.offset), pointer(out), EXPERTS, weights[0].shape[1], k, TOP_K, int(gated), 9,
+            pointer(r.offset), pointer(out), pointer(packed), pointer(info), EXPERTS,
+            weights[0].shape[1], k, tokens * TOP_K, TOP_K, int(gated), 9,
         )  # fmt: skip
         rows.append(row(op, case, tokens, checked(us), byte_count, copy, f"v{i}"))
     return rows

@@ -166,9 +166,9 @@ def test_bad_weights_stay_visible():
     "make, message",
     [
         (lambda: em.lay_out(normal(1, 2, 24, 32)), "multiple of 16"),
-        (lambda: em.lay_out(normal(1, 2, 16, 40)), "multiples of 16"),
-        (lambda: em.lay_out(normal(1, 2, 16, 8192)), "up to 4096"),
-        (lambda: em.lay_out(quantize(normal(1, 2, 16, 32), MXFP4)), "NVFP4"),
+        (lambda: em.lay_out(normal(1, 2, 16, 40)), "K is 40"),
+        (lambda: em.lay_out(*[normal(1, 2, 16, 32)] * 2, bias=jnp.zeros((2, 16))), "up_bias"),
+        (lambda: em.lay_out(normal(1, 2, 16, 32), layout="tpu"), "'hopper'"),
         (lambda: em.lay_out(quantize(normal(1, 2, 16, 32), NVFP4)), "one an expert"),
     ],
 )
@@ -190,9 +190,130 @@ def test_call_errors():
         em.expert_matmul(normal(1, 4, 32), plain, routing)
 
 
-def test_hopper_variants_cover_every_layout():
-    for chunks in em._CHUNKS:
-        for rows in (0.1, 1, 4, 100):
-            assert em.hopper_variant(True, chunks, rows) is not None
-    assert em.hopper_variant(False, 64, 1) is None
-    assert em.hopper_variant(True, 32, 0.1) != em.hopper_variant(True, 32, 4)
+def test_hopper_variants_follow_the_rows_an_expert():
+    chosen = [em.HOPPER_VARIANTS[em.hopper_variant(True, rows)] for rows in (0.01, 1, 4, 100, 1e6)]
+    assert all(quantized for quantized, _ in chosen)
+    assert chosen == sorted(chosen) and chosen[0] != chosen[2] != chosen[3]
+    assert not em.HOPPER_VARIANTS[em.hopper_variant(False, 1.0)][0]
+
+
+def mxfp4(scale_bytes, n=16, k=64):
+    """An MXFP4 weight with these scale bytes by expert, block and row, and all codes."""
+    scales = np.broadcast_to(np.asarray(scale_bytes, np.uint8)[:, None], (len(scale_bytes), n, 2))
+    codes = np.arange(k) % 16 ^ np.arange(n)[:, None]
+    packed = np.broadcast_to((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8), (2, n, k // 2))
+    return QTensor(
+        jnp.asarray(packed), jnp.asarray(scales), jnp.ones((1, 1, 1)), MXFP4, -1, k,
+        jnp.dtype(jnp.bfloat16),
+    )  # fmt: skip
+
+
+def test_mxfp4_layout_is_exact_over_twenty_octaves():
+    q = mxfp4([[127, 107], [11, 230]])  # the second expert's first block is 219 octaves below
+    laid = lay_out(q)
+    value = np.asarray(jax.jit(em.decode_layout)(laid), np.float64)
+    value *= np.asarray(laid.outer, np.float64)[:, :1, None]
+    want = np.asarray(unscaled(q, jnp.float32), np.float64)
+    np.testing.assert_array_equal(value[0], want[0])
+    np.testing.assert_array_equal(value[1, :, 32:], want[1, :, 32:])
+    assert not value[1, :, :32].any() and want[1, :, :32].any()
+    assert np.isnan(lay_out(mxfp4([[127, 255], [1, 1]])).outer[0]).all()
+
+
+@pytest.mark.parametrize("version", versions())
+def test_mxfp4_product_of_an_odd_k(version):
+    experts, n, k = 4, 32, 160  # K is no multiple of 64, as GPT-OSS's 2880 / 32 is odd
+    w = jax.jit(lambda w: quantize(w, MXFP4))(normal(1, experts, n, k))
+    ids, slot, expert = rows_of(LOADS["one_row"])
+    x = normal(3, ids.size, k)
+    poison(((ids.size, n), jnp.float32))
+    routing = em.route(jnp.asarray(ids), experts, version="reference")
+    out = product(x, lay_out(w), routing, version=version)
+    value = np.asarray(unscaled(w, jnp.float32), np.float64)
+    want = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), value[expert])
+    for got, row in zip(np.asarray(out)[slot], want, strict=True):
+        assert relative_error(got, row) < 2e-6
+
+
+@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("load", ("one_row", "empty"))
+def test_biases(version, load):
+    """GPT-OSS's form: biases of gate, up and down, clamped activation."""
+    n, k, (ids, slot, expert) = 32, 192, rows_of(LOADS[load])
+    (gate, up), values = weights(4, n, k, True)
+    biases = [np.asarray(normal(i, 4, n), np.float32) for i in (5, 6)]
+    routing = em.route(jnp.asarray(ids), 4, version="reference")
+    x = normal(3, ids.shape[0], k)
+    laid = em.lay_out(gate, up, bias=jnp.asarray(biases[0]), up_bias=jnp.asarray(biases[1]))
+    got = product(x, laid, routing, activation="clamped_swiglu", version=version)
+    rows = np.asarray(x, np.float64)[slot // TOP_K]
+    a, b = (
+        np.einsum("rk,rfk->rf", rows, v[expert]) + bias[expert]
+        for v, bias in zip(values, biases, strict=True)
+    )
+    a, b = np.minimum(a, 7), np.clip(b, -7, 7)
+    want = a / (1 + np.exp(-1.702 * a)) * (b + 1)
+    assert relative_error(got, want) < 3e-3  # one rounding to BF16
+    x = normal(4, ids.size, k)
+    laid = em.lay_out(gate, bias=jnp.asarray(biases[0]))
+    got = np.asarray(product(x, laid, routing, version=version))[slot]
+    want = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), values[0][expert])
+    want = want + biases[0][expert]
+    for g, row in zip(got, want, strict=True):
+        assert relative_error(g, row) < 2e-6
+
+
+@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("tokens", (1, 17, 130))
+def test_dense_product(version, tokens):
+    (w, _), (value, _) = weights(1, 48, 320, True)
+    x = normal(3, tokens, 320)
+    poison(((tokens, 48), jnp.float32))
+    got = em.matmul(x, lay_out(w), version=version)
+    for row, x_row in zip(np.asarray(got), np.asarray(x, np.float64), strict=True):
+        assert relative_error(row, value[0] @ x_row) < 2e-6
+
+
+@pytest.mark.parametrize("version", versions())
+def test_many_rows_of_few_experts(version):
+    """Several parts of one expert's rows, beside an expert with a single row."""
+    n, k, load = 64, 128, (1, 0, 333, 10)
+    ids, slot, expert = rows_of(load)
+    (w, _), (value, _) = weights(4, n, k, True)
+    x = normal(3, ids.size, k)
+    poison(((ids.size, n), jnp.float32))
+    routing = em.route(jnp.asarray(ids), 4, version="reference")
+    out = product(x, lay_out(w), routing, version=version)
+    want = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), value[expert])
+    for got, row in zip(np.asarray(out)[slot], want, strict=True):
+        assert relative_error(got, row) < 2e-6
+
+
+@pytest.mark.parametrize("version", versions())
+def test_gradients_pass_through_dequantized_weights(version):
+    load = (3, 0, 5, 8)
+    ids, slot, expert = rows_of(load)
+    (gate, up), (gate_value, up_value) = weights(4, 16, 64, True)
+    routing = em.route(jnp.asarray(ids), 4, version="reference")
+    x, g = normal(3, ids.size, 64), jax.random.normal(jax.random.key(4), (ids.size, 16))
+    call = lambda x: jnp.vdot(g, em.expert_matmul(x, lay_out(gate), routing, version=version))
+    dx = np.asarray(jax.grad(call)(x), np.float64)
+    want = np.einsum("rn,rnk->rk", np.asarray(g, np.float64)[slot], gate_value[expert])
+    for got, row in zip(dx, want, strict=True):
+        assert relative_error(got, row) < 4e-3  # rounded to x's BF16
+    tokens, scale = normal(5, ids.shape[0], 64), jnp.full(ids.shape[0], 2.0**-9)
+    gated = lambda s: em.expert_matmul(
+        tokens, lay_out(gate, up), routing, x_outer=s, activation="silu", version=version
+    ).astype(jnp.float32).sum()  # fmt: skip
+    step = 2.0**-12
+    rows, outer = np.asarray(tokens, np.float64)[slot // TOP_K], np.asarray(scale, np.float64)
+
+    def exact(outer):
+        a, b = (np.einsum("rk,rfk->rf", rows, v[expert]) for v in (gate_value, up_value))
+        a, b = (v * outer[slot // TOP_K, None] for v in (a, b))
+        return (a / (1 + np.exp(-np.clip(a, -500, None))) * b).sum(1)
+
+    slope = (exact(outer + step) - exact(outer - step)) / (2 * step)
+    want = np.zeros(ids.shape[0])
+    np.add.at(want, slot // TOP_K, slope)
+    assert relative_error(jax.grad(gated)(scale), want) < 2e-2

@@ -22,10 +22,10 @@ from trace_jax.kernels.kv_recent import read_recent
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
 # (kind, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
 HOPPER_VARIANTS = {
-    ("nvfp4", 128): ((0, 12), (1, 16), (2, 8)),
+    ("nvfp4", 128): ((1, 16), (0, 12), (2, 8)),
     ("nvfp4", 64): ((4, 16),),
     ("nvfp4", 256): ((5, 6),),
-    ("fp8", 128): ((8, 8), (11, 12)),
+    ("fp8", 128): ((11, 12), (8, 8)),
     ("fp8", 64): ((9, 12),),
     ("fp8", 256): ((10, 4),),
     ("bf16", 128): ((3, 4),),

@@ -66,22 +66,80 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
       ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
 
-// One thread: `bytes` (a multiple of 16) from global to shared memory; `bar` completes when
-// they are there. The data are read once, so they leave the cache first.
-__device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes,
-                                          uint64_t* bar, uint64_t policy) {
+// `bar` also waits for `bytes` of bulk copies.
+__device__ __forceinline__ void barrier_expect(uint64_t* bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)),
                "r"(bytes) : "memory");
+}
+
+// One thread: `bytes` (a multiple of 16) from global to shared memory, counted by `bar`.
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t bytes,
+                                          uint64_t* bar, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(dst)), "l"(src), "r"(bytes),
       "r"(shared_address(bar)), "l"(policy) : "memory");
 }
 
+// One thread: both; `bar` completes when the bytes are there.
+__device__ __forceinline__ void bulk_copy(void* dst, const void* src, uint32_t bytes,
+                                          uint64_t* bar, uint64_t policy) {
+  barrier_expect(bar, bytes);
+  bulk_load(dst, src, bytes, bar, policy);
+}
+
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+
+__device__ __forceinline__ uint64_t evict_last_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Orders ordinary accesses of memory, seen by this thread, before its bulk copies.
+__device__ __forceinline__ void async_proxy_fence() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Four 8 x 16-byte matrices; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ uint4 load_matrices(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+// A kernel started by `launch_dependent` may begin before the one ahead of it in the stream has
+// ended: it reads nothing that others write before `grid_wait`.
+__device__ __forceinline__ void grid_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void grid_release() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+template <class Kernel, class... Arguments>
+cudaError_t launch_dependent(Kernel kernel, int blocks, int threads, int shared,
+                             cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 inline int multiprocessors() {

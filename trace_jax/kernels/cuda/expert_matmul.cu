@@ -1,12 +1,15 @@
-// Routed rows times expert weights (NVFP4 or BF16), for decode on Hopper.
+// Routed rows times expert weights (NVFP4 or BF16) on Hopper, in two launches.
 //
-// Persistent blocks, each with one contiguous share of the weights of all experts that have
-// rows. Tiles of 16 outputs stream into shared memory by bulk copies, several ahead; a tile's
-// K is split over SPLIT warps, each of which keeps its K-slice of up to 8*NT rows in registers
-// as the tensor cores' B operand for as long as the expert lasts. Weights are laid out so that
-// a lane's 16-byte load is its A operand. The partial sums meet in shared memory; the warps
-// take turns to finish a tile and to refill its stage, and no other warp waits for that.
+// `pack_rows` gathers the rows by expert into the order in which the tensor cores read them.
+// `expert_matmul` runs persistent blocks, one a multiprocessor, each with an equal share of the
+// work of all experts that have rows. A unit of work is up to 4 * WGS tiles of 16 outputs times
+// up to NMAX rows of one expert. K streams through a ring of stages: four warps fetch weights
+// and rows by bulk copies, WGS warpgroups multiply, one tile a warp. Weights are laid out so that
+// a lane's 16-byte load is its A operand; up to 16 rows use mma.sync, more use wgmma with the
+// decoded weights in registers, so that decoding is paid once for all rows of a unit.
 #include "common.cuh"
+#include "expert_schedule.cuh"
+#include "wgmma.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -16,105 +19,223 @@ namespace trace_jax {
 enum Epilogue { kPlain = 0, kSilu = 1, kClamped = 2 };
 
 struct Args {
-  const uint8_t* weight;      // [experts][tiles][chunks][chunk bytes]
-  const float2* weight_outer; // [experts]: of a tile's first and second 8 outputs
-  const __nv_bfloat16* x;     // [tokens][k]
-  const float* x_outer;       // [tokens] or null
-  const int* slot;            // [rows]: slots ordered by expert
-  const int* offset;          // [experts + 1]
-  void* out;                  // plain: f32 [slots][16 tiles]; gated: bf16 [rows][8 tiles]
-  int experts, tiles, k, top_k, epilogue;
+  const uint8_t* weight;       // [experts][tiles][chunks][chunk bytes]
+  const float2* weight_outer;  // [experts]: of a tile's first and second 8 outputs
+  const float* bias;           // [experts][tiles][16] or null
+  const __nv_bfloat16* x;      // [tokens][k]
+  const float* x_outer;        // [tokens] or null
+  const int* slot;             // [rows]: slots ordered by expert
+  const int* offset;           // [experts + 1]
+  void* out;                   // plain: f32 [slots][16 tiles]; gated: bf16 [rows][8 tiles]
+  uint8_t* packed;             // [groups][chunks][1024], a group 8 rows of an expert
+  int2* info;                  // [groups][8]: where a row's results go, and its scale
+  int experts, tiles, chunks, k, rows, top_k, epilogue;
 };
 
-constexpr int kMaxExperts = 512;
-
-// Relative time of a tile by the number of 8-row groups that share it.
-__device__ __forceinline__ int tile_cost(int groups) { return 6 + 2 * groups; }
+constexpr int kInfoRing = 8;       // units whose row information is kept; more than stages + 1
+constexpr int kWeightWarps = 3;    // a bulk copy costs its warp about a hundred cycles
 
 template <int FP4> constexpr int kChunkBytes = FP4 ? 576 : 2048;
 
-template <int FP4, int CHUNKS, int SPLIT, int NT, int STAGES>
+template <int FP4_, int WGS_, int NMAX_, int KS_, int STAGES_, bool DEAL_>
 struct Config {
-  static constexpr int kThreads = SPLIT * 32;
-  static constexpr int kStageBytes = CHUNKS * SPLIT * kChunkBytes<FP4>;
-  static constexpr int kSumBytes = STAGES * SPLIT * NT * 512;
-  static constexpr int kRows = NT * 8;
-  static constexpr int kShared =
-      STAGES * (kStageBytes + 16) + kSumBytes + (2 * kMaxExperts + 2) * 4;
+  static constexpr int FP4 = FP4_, WGS = WGS_, NMAX = NMAX_, KS = KS_, STAGES = STAGES_;
+  static constexpr bool DEAL = DEAL_;
+  static constexpr int kTiles = WGS * 4;  // of 16 outputs, one a warp
+  static constexpr int kConsumers = WGS * 128;
+  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kTileBytes = KS * kChunkBytes<FP4>;
+  static constexpr int kWeightBytes = kTiles * kTileBytes;
+  static constexpr int kGroupBytes = KS * 1024;  // 8 rows of a stage
+  static constexpr int kStageBytes = kWeightBytes + NMAX / 8 * kGroupBytes;
+  static constexpr int kSumBytes = kTiles * 512;
+  static constexpr int kInfoBytes = kInfoRing * NMAX * 8;
+  static constexpr int kShared = STAGES * (kStageBytes + 16) + kSumBytes + kInfoBytes + Table::kBytes;
 };
 
-// A block's share of all tiles, in units of tile_cost; walks it expert by expert.
-struct Walk {
-  const int* offset;
-  const int* cost;
-  int experts, tiles, rows, low, high;
-  int expert, first, last, row, tile;
-
-  // First expert of the share; every lane of a warp looks at other experts.
-  __device__ __forceinline__ void start(int lane) {
-    expert = experts;
-    for (int e = lane; e < experts; e += 32)
-      if (cost[e + 1] > low) { expert = e; break; }
-    expert = __reduce_min_sync(~0u, expert);
-    enter();
-  }
-  __device__ __forceinline__ bool done() const { return expert >= experts; }
-  __device__ __forceinline__ void enter() {
-    for (; expert < experts; expert++) {
-      if (cost[expert] >= high) { expert = experts; return; }
-      int total = cost[expert + 1] - cost[expert];
-      if (total == 0) continue;
-      int each = total / tiles;  // exact
-      first = max(low - cost[expert] + each - 1, 0) / each;
-      last = min((high - cost[expert] + each - 1) / each, tiles);
-      if (first < last) break;
-    }
-    if (done()) return;
-    row = offset[expert];
-    tile = first;
-  }
-  // To the next tile; past the last one to the next pass over the expert, or the next expert.
-  __device__ __forceinline__ void next() {
-    if (done() || ++tile < last) return;
-    row += rows;
-    tile = first;
-    if (row >= offset[expert + 1]) { expert++; enter(); }
+// A ring position and the parity of its barriers.
+template <int STAGES>
+struct Cursor {
+  int at = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++at == STAGES) { at = 0; parity ^= 1; }
   }
 };
 
-// One 64-wide chunk of K: the weights of 16 outputs times NT * 8 rows.
-template <int FP4, int NT, int CHAINS>
-__device__ __forceinline__ void chunk_product(const uint8_t* w, int lane, const uint4 (*x)[2],
-                                              float (*acc)[4], int chain) {
-  if constexpr (FP4) {
-    uint4 codes = *reinterpret_cast<const uint4*>(w + lane * 16);
-    uint32_t bytes = *reinterpret_cast<const uint16_t*>(w + 512 + lane * 2);
-    uint32_t s0 = scale_pair<0, 0>(bytes), s1 = scale_pair<1, 1>(bytes);
-    uint32_t a[4], b[4];
+template <class C>
+struct Shared {
+  uint8_t* stages;
+  float4* sums;
+  int2* info;  // [kInfoRing][NMAX]
+  uint64_t *full, *empty;
+  void* table;
+
+  __device__ __forceinline__ explicit Shared(uint8_t* at) {
+    stages = at;
+    sums = reinterpret_cast<float4*>(at += C::STAGES * C::kStageBytes);
+    info = reinterpret_cast<int2*>(at += C::kSumBytes);
+    full = reinterpret_cast<uint64_t*>(at += C::kInfoBytes);
+    empty = full + C::STAGES;
+    table = empty + C::STAGES;
+  }
+};
+
+// --- producers -------------------------------------------------------------------------------
+
+// A warp takes one group and kPackChunks chunks of K: lane 4 r + t reads the 16 values of row r
+// from 16 t on. For every 16 of K a group holds [half][row][4 pairs], in the weights' order of K.
+constexpr int kPackChunks = 4;
+
+__global__ void __launch_bounds__(128) pack_rows(const __grid_constant__ Args p) {
+  __shared__ int offset[kMaxExperts + 1];
+  int lane = threadIdx.x & 31, parts = ceil_div(p.chunks, kPackChunks);
+  int item = blockIdx.x * 4 + (threadIdx.x >> 5), group = item / parts;
+  int chunk = item % parts * kPackChunks;
+  grid_wait();
+  grid_release();
+  for (int e = threadIdx.x; e <= p.experts; e += 128) offset[e] = p.offset[e];
+  __syncthreads();
+  int before = 0;  // experts whose groups end before this one
+  for (int e = lane; e < p.experts; e += 32) before += first_group(e + 1, offset[e + 1]) <= group;
+  int expert = __reduce_add_sync(~0u, before);
+  if (expert >= p.experts) return;
+  int row = offset[expert] + (group - first_group(expert, offset[expert])) * 8 + lane / 4;
+  if (row >= offset[expert + 1]) return;
+  int slot = p.slot[row];
+  // A gated product reads tokens; a plain one reads the rows of the former.
+  int source = p.epilogue == kPlain ? row : slot / p.top_k;
+  if (chunk == 0 && lane % 4 == 0)
+    p.info[group * 8 + lane / 4] = make_int2(p.epilogue == kPlain ? slot : row,
+                                             __float_as_int(p.x_outer ? p.x_outer[source] : 1.0f));
+  int k = chunk * 64 + lane % 4 * 16;
+  const uint4* from = reinterpret_cast<const uint4*>(p.x + (size_t)source * p.k + k);
+  uint4 v[kPackChunks][2] = {};
+#pragma unroll
+  for (int c = 0; c < kPackChunks; c++) {
+    if (k + c * 64 >= p.k) continue;
+    v[c][0] = __ldg(from + c * 8);
+    v[c][1] = __ldg(from + c * 8 + 1);
+  }
+  uint32_t* to =
+      reinterpret_cast<uint32_t*>(p.packed + ((size_t)group * p.chunks + chunk) * 1024) + lane;
+#pragma unroll
+  for (int c = 0; c < kPackChunks; c++) {
+    if (chunk + c >= p.chunks) continue;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      decode_word(half ? codes.y : codes.x, a);
-      decode_word(half ? codes.w : codes.z, b);
+      uint32_t* at = to + c * 256 + half * 128;
+      at[0] = v[c][half].x;
+      at[32] = v[c][half].y;
+      at[64] = v[c][half].z;
+      at[96] = v[c][half].w;
+    }
+  }
+}
+
+// One of kWeightWarps: every unit's weights, a lane a tile.
+template <class C, class Walk>
+__device__ __forceinline__ void fetch_weights(const Args& p, const Shared<C>& s, Walk walk,
+                                              int warp) {
+  constexpr int bytes = kChunkBytes<C::FP4>;
+  int lane = threadIdx.x & 31, tile = lane * kWeightWarps + warp;
+  uint64_t once = evict_first_policy(), again = evict_last_policy();
+  Cursor<C::STAGES> ring;
+  Unit u;
+  int count = 0;
+  while (walk.next(u)) {
+    const uint8_t* from =
+        p.weight + (size_t)(u.expert * p.tiles + u.tile + tile) * p.chunks * bytes;
+    int tiles = (u.tiles - warp + kWeightWarps - 1) / kWeightWarps;  // of this warp
+    for (int chunk = 0; chunk < p.chunks; chunk += C::KS, ring.advance()) {
+      int size = min(C::KS, p.chunks - chunk) * bytes;
+      barrier_wait(s.empty + ring.at, ring.parity ^ 1);
+      // The first rows would wait for the memory behind more weights than one stage.
+      if (count++ == 1) named_barrier(2, 128);
+      if (lane == 0) barrier_expect(s.full + ring.at, tiles * size);
+      __syncwarp();
+      if (lane < tiles)
+        bulk_load(s.stages + ring.at * C::kStageBytes + tile * C::kTileBytes,
+                  from + (size_t)chunk * bytes, size, s.full + ring.at, u.shared ? again : once);
+    }
+  }
+  if (count < 2) named_barrier(2, 128);
+}
+
+// One warp: every unit's packed rows, a lane a group, and with its first stage their information.
+template <class C, class Walk>
+__device__ __forceinline__ void fetch_rows(const Args& p, const Shared<C>& s, Walk walk) {
+  int lane = threadIdx.x & 31, index = 0;
+  uint64_t policy = evict_last_policy();
+  Cursor<C::STAGES> ring;
+  Unit u;
+  int count = 0;
+  bool more = walk.next(u);
+  grid_wait();
+  async_proxy_fence();
+  for (; more; more = walk.next(u)) {
+    int groups = ceil_div(u.rows, 8);
+    const uint8_t* from = p.packed + (size_t)(u.group + lane) * p.chunks * 1024;
+    for (int chunk = 0; chunk < p.chunks; chunk += C::KS, ring.advance()) {
+      int size = min(C::KS, p.chunks - chunk) * 1024;
+      barrier_wait(s.empty + ring.at, ring.parity ^ 1);
+      if (lane == 0) barrier_expect(s.full + ring.at, groups * (size + (chunk == 0 ? 64 : 0)));
+      __syncwarp();
+      if (lane < groups)
+        bulk_load(s.stages + ring.at * C::kStageBytes + C::kWeightBytes + lane * C::kGroupBytes,
+                  from + chunk * 1024, size, s.full + ring.at, policy);
+      if (chunk == 0 && lane == 31)
+        bulk_load(s.info + index * C::NMAX, p.info + u.group * 8, groups * 64, s.full + ring.at,
+                  policy);
+      if (++count == C::STAGES) named_barrier(2, 128);
+    }
+    index = (index + 1) % kInfoRing;
+  }
+  if (count < C::STAGES) named_barrier(2, 128);
+}
+
+// --- consumers -------------------------------------------------------------------------------
+
+// A lane's stored weights of one 64-wide chunk of K.
+template <int FP4>
+struct Stored {
+  uint4 v[FP4 ? 1 : 4];
+  uint32_t scales;
+};
+
+template <int FP4>
+__device__ __forceinline__ Stored<FP4> load_stored(const uint8_t* w, int lane) {
+  Stored<FP4> s;
 #pragma unroll
-      for (int i = 0; i < 4; i++) { a[i] = mul_bf16x2(a[i], s0); b[i] = mul_bf16x2(b[i], s1); }
+  for (int i = 0; i < (FP4 ? 1 : 4); i++)
+    s.v[i] = *reinterpret_cast<const uint4*>(w + i * 512 + lane * 16);
+  if (FP4) s.scales = *reinterpret_cast<const uint16_t*>(w + 512 + lane * 2);
+  return s;
+}
+
+// The A operands for one chunk: 4 steps of 4 registers.
+template <int FP4>
+__device__ __forceinline__ void decode(const Stored<FP4>& s, uint32_t* a) {
+  if constexpr (FP4) {
+    const uint4& codes = s.v[0];
+    uint32_t s0 = scale_pair<0, 0>(s.scales), s1 = scale_pair<1, 1>(s.scales);
 #pragma unroll
-      for (int j = 0; j < NT; j++) {
-        const uint4& v = x[j][half];
-        float* c = acc[j * CHAINS + chain];
-        mma(c, a[0], b[0], a[1], b[1], v.x, v.y);
-        mma(c, a[2], b[2], a[3], b[3], v.z, v.w);
+    for (int half = 0; half < 2; half++) {
+      uint32_t first[4], second[4];
+      decode_word(half ? codes.y : codes.x, first);
+      decode_word(half ? codes.w : codes.z, second);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        int at = half * 8 + i / 2 * 4 + i % 2 * 2;
+        a[at] = mul_bf16x2(first[i], s0);
+        a[at + 1] = mul_bf16x2(second[i], s1);
       }
     }
   } else {
 #pragma unroll
     for (int step = 0; step < 4; step++) {
-      uint4 a = *reinterpret_cast<const uint4*>(w + step * 512 + lane * 16);
-#pragma unroll
-      for (int j = 0; j < NT; j++) {
-        const uint4& v = x[j][step / 2];
-        float* c = acc[j * CHAINS + chain];
-        mma(c, a.x, a.y, a.z, a.w, step % 2 ? v.z : v.x, step % 2 ? v.w : v.y);
-      }
+      const uint4& v = s.v[step];
+      a[step * 4] = v.x; a[step * 4 + 1] = v.y; a[step * 4 + 2] = v.z; a[step * 4 + 3] = v.w;
     }
   }
 }
@@ -128,270 +249,292 @@ __device__ __forceinline__ float gated(float gate, float up, int epilogue) {
   return gate / (1.0f + __expf(-gate)) * up;
 }
 
-// The sums of one tile and 8 rows: scale, activate, write. Lane 4 r + . knows row r.
-__device__ __forceinline__ void finish(const Args& p, const float4& c, int tile, int lane,
-                                       int row, int rows_left, float2 outer, float x_outer,
-                                       int slot) {
-  int g = lane >> 2, t = lane & 3;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    int r = 2 * t + i;
-    float scale = __shfl_sync(~0u, x_outer, r * 4);
-    int target = __shfl_sync(~0u, slot, r * 4);
-    if (r >= rows_left) continue;
-    float first = (i ? c.y : c.x) * (outer.x * scale);
-    float second = (i ? c.w : c.z) * (outer.y * scale);
-    if (p.epilogue == kPlain) {
-      float* out = static_cast<float*>(p.out) + (size_t)target * p.tiles * 16 + tile * 16 + g;
-      out[0] = first;
-      out[8] = second;
-    } else {
-      auto* out = static_cast<__nv_bfloat16*>(p.out);
-      out[(size_t)(row + r) * p.tiles * 8 + tile * 8 + g] =
-          __float2bfloat16(gated(first, second, p.epilogue));
-    }
-  }
-}
-
-template <int FP4, int CHUNKS, int SPLIT, int NTMAX, int STAGES, int DELAY>
-struct Block {
-  using C = Config<FP4, CHUNKS, SPLIT, NTMAX, STAGES>;
+template <class C>
+struct Consumer {
   const Args& p;
-  uint8_t* stage;
-  float4* sums;  // [stages][warps][NTMAX][32]
-  uint64_t* full;
-  uint64_t* done;
-  uint64_t policy;
-  int lane, warp, step, pending;  // pending: the step whose sums this warp will reduce
-  Walk walk, ahead;  // where this warp computes, and STAGES steps ahead, where copies go
-  int pending_tile;  // the tile that takes the pending step's stage
+  const Shared<C>& s;
+  int lane, warp;
+  Cursor<C::STAGES> ring;
+  int index = 0;  // of the unit, in the ring of row information
 
-  __device__ __forceinline__ int tile_ahead() const {
-    return ahead.done() ? -1 : ahead.expert * p.tiles + ahead.tile;
+  __device__ __forceinline__ const uint8_t* stage() const {
+    return s.stages + ring.at * C::kStageBytes;
+  }
+  __device__ __forceinline__ void wait() const { barrier_wait(s.full + ring.at, ring.parity); }
+  __device__ __forceinline__ void release(int at) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(s.empty + at);
   }
 
-  // One thread: the weights of tile `index` of all experts' tiles to stage `at`.
-  __device__ __forceinline__ void copy(int at, int index) {
-    if (index < 0) return;
-    bulk_copy(stage + at * C::kStageBytes, p.weight + (size_t)index * C::kStageBytes,
-              C::kStageBytes, full + at, policy);
+  // Outer scales and biases of a lane's two outputs of a tile. Loaded at the start of a unit and
+  // not touched before its end: while weights stream, a load takes thousands of cycles.
+  __device__ __forceinline__ float4 factors(const Unit& u, int tile) const {
+    float2 outer = __ldg(p.weight_outer + u.expert), bias = make_float2(0.0f, 0.0f);
+    if (p.bias) {
+      const float* from = p.bias + ((size_t)u.expert * p.tiles + u.tile + tile) * 16 + (lane >> 2);
+      bias = make_float2(__ldg(from), __ldg(from + 8));
+    }
+    return make_float4(outer.x, outer.y, bias.x, bias.y);
   }
 
-  // This warp's K-slice of NT * 8 rows as B operands; the rows' slots and outer scales.
-  template <int NT>
-  __device__ __forceinline__ void load_rows(int row, int rows, uint4 (*x)[NT][2], int* slot,
-                                            float* x_outer) {
+  // Scales, activates and writes a tile's sums for GROUPS * 8 rows.
+  template <int GROUPS>
+  __device__ __forceinline__ void finish(const Unit& u, int tile, const float4& f,
+                                         const float (*acc)[4]) const {
     int g = lane >> 2, t = lane & 3;
 #pragma unroll
-    for (int j = 0; j < NT; j++) {
-      int r = j * 8 + g;
-      bool live = r < rows;
-      slot[j] = live ? p.slot[row + r] : 0;
-      // A gated product reads tokens; a plain one reads the rows of the former.
-      int source = p.epilogue == kPlain ? row + r : slot[j] / p.top_k;
-      x_outer[j] = (live && p.x_outer ? p.x_outer[source] : 1.0f) * (FP4 ? kUnscale : 1.0f);
-      const __nv_bfloat16* from = p.x + (size_t)source * p.k;
+    for (int j = 0; j < GROUPS; j++) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) {
-        int k = (warp * CHUNKS + c) * 64 + t * 16;
-        bool valid = live && k < p.k;
-        const uint4* v = reinterpret_cast<const uint4*>(from + k);
-        x[c][j][0] = valid ? __ldg(v) : make_uint4(0, 0, 0, 0);
-        x[c][j][1] = valid ? __ldg(v + 1) : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < 2; i++) {
+        int r = j * 8 + 2 * t + i;
+        if (r >= u.rows) continue;
+        int2 info = s.info[index * C::NMAX + r];
+        float scale = __int_as_float(info.y) * (C::FP4 ? kUnscale : 1.0f);
+        float first = fmaf(acc[j][i], f.x * scale, f.z);
+        float second = fmaf(acc[j][i + 2], f.y * scale, f.w);
+        if (p.epilogue == kPlain) {
+          float* out = static_cast<float*>(p.out) + (size_t)info.x * p.tiles * 16 + tile * 16 + g;
+          out[0] = first;
+          out[8] = second;
+        } else {
+          auto* out = static_cast<__nv_bfloat16*>(p.out);
+          out[(size_t)info.x * p.tiles * 8 + tile * 8 + g] =
+              __float2bfloat16(gated(first, second, p.epilogue));
+        }
       }
     }
   }
 
-  // All of this block's tiles of one expert for NT * 8 rows.
-  template <int NT>
-  __device__ __forceinline__ void run(int rows) {
-    constexpr int CHAINS = NT == 1 && CHUNKS > 1 ? 2 : 1;
-    uint4 x[CHUNKS][NT][2];
-    int slot[NT];
-    float x_outer[NT];
-    int row = walk.row, tile = walk.first, last = walk.last;
-    load_rows<NT>(row, rows, x, slot, x_outer);
-    float2 outer = p.weight_outer[walk.expert];
-    for (; tile < last; tile++, step++) {
-      int at = step % STAGES;
-      uint32_t parity = (step / STAGES) & 1;
-      barrier_wait(full + at, parity);
-      float acc[NT * CHAINS][4] = {};
-      const uint8_t* w = stage + at * C::kStageBytes + warp * CHUNKS * kChunkBytes<FP4>;
+  // What a warp reads for one chunk and up to 16 rows.
+  template <int GROUPS>
+  struct Chunk {
+    Stored<C::FP4> weights;
+    uint4 rows[GROUPS][2];
+  };
+  template <int GROUPS>
+  __device__ __forceinline__ Chunk<GROUPS> load_chunk(int tile, int c) const {
+    Chunk<GROUPS> v;
+    v.weights =
+        load_stored<C::FP4>(stage() + tile * C::kTileBytes + c * kChunkBytes<C::FP4>, lane);
+    uint32_t rows = shared_address(stage() + C::kWeightBytes) + c * 1024 + lane * 16;
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++)
-        chunk_product<FP4, NT, CHAINS>(w + c * kChunkBytes<FP4>, lane, x[c], acc, c % CHAINS);
-      float4* mine = sums + (at * SPLIT + warp) * NTMAX * 32 + lane;
+    for (int j = 0; j < GROUPS; j++)
 #pragma unroll
-      for (int j = 0; j < NT; j++) {
-        float* a = acc[j * CHAINS];
-        if (CHAINS == 2)
-          for (int i = 0; i < 4; i++) a[i] += acc[CHAINS - 1][i];
-        mine[j * 32] = make_float4(a[0], a[1], a[2], a[3]);
+      for (int half = 0; half < 2; half++)
+        v.rows[j][half] = load_matrices(rows + j * C::kGroupBytes + half * 512);
+    return v;
+  }
+  template <int GROUPS>
+  __device__ __forceinline__ void chunk_product(const Chunk<GROUPS>& v, float (*acc)[4]) const {
+    uint32_t a[16];
+    decode(v.weights, a);
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint32_t* w = a + half * 8;
+        const uint4& b = v.rows[j][half];
+        mma(acc[j * 2], w[0], w[1], w[2], w[3], b.x, b.y);
+        mma(acc[j * 2 + 1], w[4], w[5], w[6], w[7], b.z, b.w);
       }
+    }
+  }
+
+  // A unit of up to 16 rows. Where tiles are few, PARTS warps share a tile's K.
+  template <int GROUPS, int PARTS>
+  __device__ __forceinline__ void few_rows(const Unit& u) {
+    constexpr int tiles = C::kTiles / PARTS;
+    int tile = warp % tiles, part = warp / tiles;
+    bool active = tile < u.tiles;
+    float4 f = active ? factors(u, tile) : float4{};
+    float acc[GROUPS * 2][4] = {};
+    for (int chunk = 0; chunk < p.chunks; chunk += C::KS) {
+      wait();
+      int count = active ? min(C::KS, p.chunks - chunk) : 0;
+      if (count == C::KS && PARTS <= C::KS) {
+        Chunk<GROUPS> next = load_chunk<GROUPS>(tile, part);
+#pragma unroll
+        for (int c = 0; c < C::KS; c += PARTS) {
+          Chunk<GROUPS> now = next;
+          if (c + PARTS < C::KS) next = load_chunk<GROUPS>(tile, c + PARTS + part);
+          chunk_product<GROUPS>(now, acc);
+        }
+      } else {
+        for (int c = 0; c < count; c++)
+          if ((chunk + c) % PARTS == part)
+            chunk_product<GROUPS>(load_chunk<GROUPS>(tile, c), acc);
+      }
+      release(ring.at);
+      ring.advance();
+    }
+    float sum[GROUPS][4];
+#pragma unroll
+    for (int j = 0; j < GROUPS; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[j][i] = acc[j * 2][i] + acc[j * 2 + 1][i];
+    if constexpr (PARTS > 1) {
+      static_assert(GROUPS == 1, "there is room for the sums of 8 rows");
+      s.sums[warp * 32 + lane] = make_float4(sum[0][0], sum[0][1], sum[0][2], sum[0][3]);
+      named_barrier(1, C::kConsumers);
+#pragma unroll
+      for (int w = 1; w < PARTS; w++) {
+        float4 d = s.sums[(tile + w * tiles) * 32 + lane];
+        sum[0][0] += d.x; sum[0][1] += d.y; sum[0][2] += d.z; sum[0][3] += d.w;
+      }
+      named_barrier(1, C::kConsumers);
+    }
+    if (active && part == 0) finish<GROUPS>(u, u.tile + tile, f, sum);
+  }
+
+  template <int N>
+  __device__ __forceinline__ void multiply(float* acc, const uint32_t* a, uint32_t rows) const {
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      wgmma<N>(acc, a[j * 4], a[j * 4 + 1], a[j * 4 + 2], a[j * 4 + 3],
+               operand_b(rows + j * 256, C::kGroupBytes));
+    wgmma_commit();
+  }
+
+  // A unit of up to N rows: the next chunk is decoded while the tensor cores work on the last.
+  // (ptxas sees that only without branches in between, so shorter stages come apart.)
+  template <int N>
+  __device__ __forceinline__ void many_rows(const Unit& u) {
+    bool active = (warp & ~3) < u.tiles;  // some warp of this warpgroup has a tile
+    float4 f = warp < u.tiles ? factors(u, warp) : float4{};
+    float acc[N / 2] = {};
+    for (int chunk = 0; chunk < p.chunks; chunk += C::KS) {
+      wait();
       __syncwarp();
-      if (lane == 0) barrier_arrive(done + at);
-      if (step % SPLIT == warp) { pending = step; pending_tile = tile_ahead(); }
-      // Later than it could: the others have arrived by then, and do not wait for this warp.
-      if (step - pending == DELAY)
-        reduce<NT>(pending, tile - DELAY, row, rows, outer, x_outer, slot);
-      ahead.next();
-    }
-    if (step - 1 - pending < DELAY)
-      reduce<NT>(pending, last - (step - pending), row, rows, outer, x_outer, slot);
-    pending = -SPLIT - DELAY;
-  }
-
-  // Finishes the tile of step `at_step` and refills its stage.
-  template <int NT>
-  __device__ __forceinline__ void reduce(int at_step, int tile, int row, int rows, float2 outer,
-                                         const float* x_outer, const int* slot) {
-    int at = at_step % STAGES;
-    barrier_wait(done + at, (at_step / STAGES) & 1);
-    float4 c[NT];
-    const float4* all = sums + at * SPLIT * NTMAX * 32 + lane;
+      int count = active ? min(C::KS, p.chunks - chunk) : 0;
+      const uint8_t* w = stage() + warp * C::kTileBytes;
+      uint32_t rows = shared_address(stage() + C::kWeightBytes);
+      if (count == C::KS) {
+        uint32_t a[2][16];
+        Stored<C::FP4> next = load_stored<C::FP4>(w, lane);
+        decode(next, a[0]);
+        wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < NT; j++) {
-      c[j] = all[j * 32];
-#pragma unroll
-      for (int s = 1; s < SPLIT; s++) {
-        float4 d = all[(s * NTMAX + j) * 32];
-        c[j].x += d.x; c[j].y += d.y; c[j].z += d.z; c[j].w += d.w;
+        for (int c = 0; c < C::KS; c++) {
+          if (c + 1 < C::KS)
+            next = load_stored<C::FP4>(w + (c + 1) * kChunkBytes<C::FP4>, lane);
+          multiply<N>(acc, a[c % 2], rows + c * 1024);
+          if (c + 1 < C::KS) decode(next, a[(c + 1) % 2]);
+          wgmma_wait<0>();
+          wgmma_fence();
+        }
+      } else {
+        for (int c = 0; c < count; c++) {
+          uint32_t a[16];
+          decode(load_stored<C::FP4>(w + c * kChunkBytes<C::FP4>, lane), a);
+          wgmma_fence();
+          multiply<N>(acc, a, rows + c * 1024);
+          wgmma_wait<0>();
+        }
       }
+      release(ring.at);
+      ring.advance();
     }
-    __syncwarp();  // the sums are read: their place may be used again with the stage
-    if (lane == 0) copy(at, pending_tile);
-#pragma unroll
-    for (int j = 0; j < NT; j++)
-      finish(p, c[j], tile, lane, row + j * 8, rows - j * 8, outer, x_outer[j], slot[j]);
+    if (warp < u.tiles)
+      finish<N / 8>(u, u.tile + warp, f, reinterpret_cast<const float(*)[4]>(acc));
   }
 
-  __device__ __forceinline__ void run_all() {
-    while (!walk.done()) {
-      int rows = min(walk.offset[walk.expert + 1] - walk.row, C::kRows);
-      if (NTMAX >= 4 && rows > 24) run<(NTMAX >= 4 ? 4 : 1)>(rows);
-      else if (NTMAX >= 4 && rows > 16) run<(NTMAX >= 4 ? 3 : 1)>(rows);
-      else if (NTMAX >= 2 && rows > 8) run<(NTMAX >= 2 ? 2 : 1)>(rows);
-      else run<1>(rows);
-      walk.tile = walk.last - 1;
-      walk.next();
+  template <class Walk>
+  __device__ __forceinline__ void run(Walk walk) {
+    Unit u;
+    for (; walk.next(u); index = (index + 1) % kInfoRing) {
+      if (u.rows <= 8 && u.tiles * 4 <= C::kTiles) few_rows<1, 4>(u);
+      else if (u.rows <= 8 && u.tiles * 2 <= C::kTiles) few_rows<1, 2>(u);
+      else if (u.rows <= 8) few_rows<1, 1>(u);
+      else if (u.rows <= 16) few_rows<2, 1>(u);
+      else if constexpr (C::NMAX >= 32) {
+        if (u.rows <= 32) many_rows<32>(u);
+        else if (C::NMAX >= 48 && u.rows <= 48) many_rows<(C::NMAX >= 48 ? 48 : 32)>(u);
+        else if (C::NMAX >= 64 && u.rows <= 64) many_rows<(C::NMAX >= 64 ? 64 : 32)>(u);
+        else if (C::NMAX >= 96 && u.rows <= 96) many_rows<(C::NMAX >= 96 ? 96 : 32)>(u);
+        else many_rows<(C::NMAX >= 128 ? 128 : 32)>(u);
+      }
     }
   }
 };
 
-// cost[e]: prefix sums of the experts' costs, by one warp, a lane a run of experts.
 template <class C>
-__device__ void prefix_costs(const Args& p, const int* offset, int* cost, int lane) {
-  int each = (p.experts + 31) / 32, e0 = min(lane * each, p.experts);
-  int e1 = min(e0 + each, p.experts), mine = 0;
-  for (int pass = 0; pass < 2; pass++) {
-    for (int e = e0; e < e1; e++) {
-      int rows = offset[e + 1] - offset[e], full = rows / C::kRows, rest = rows % C::kRows;
-      mine += (full * tile_cost(C::kRows / 8) + (rest ? tile_cost((rest + 7) / 8) : 0)) * p.tiles;
-      if (pass) cost[e + 1] = mine;
-    }
-    if (pass) return;
-    int own = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      int other = __shfl_up_sync(~0u, mine, d);
-      if (lane >= d) mine += other;
-    }
-    mine -= own;
-    if (lane == 0) cost[0] = 0;
-  }
-}
-
-template <int FP4, int CHUNKS, int SPLIT, int NT, int STAGES, int DELAY, int MINB>
-__global__ void __launch_bounds__(SPLIT * 32, MINB) expert_matmul(const Args p) {
-  using C = Config<FP4, CHUNKS, SPLIT, NT, STAGES>;
-  extern __shared__ __align__(128) uint8_t shared[];
-  uint8_t* at = shared + STAGES * C::kStageBytes;
-  float4* sums = reinterpret_cast<float4*>(at);
-  uint64_t* full = reinterpret_cast<uint64_t*>(at += C::kSumBytes);
-  uint64_t* done = full + STAGES;
-  int* offset = reinterpret_cast<int*>(done + STAGES);
-  int* cost = offset + kMaxExperts + 1;
+__global__ void __launch_bounds__(C::kThreads, 1) expert_matmul(const __grid_constant__ Args p) {
+  extern __shared__ __align__(128) uint8_t bytes[];
+  Shared<C> s(bytes);
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (threadIdx.x < STAGES) {
-    barrier_init(full + threadIdx.x, 1);
-    barrier_init(done + threadIdx.x, SPLIT);
+  if (threadIdx.x < C::STAGES) {
+    barrier_init(s.full + threadIdx.x, kWeightWarps + 1);
+    barrier_init(s.empty + threadIdx.x, C::kTiles);
   }
   barrier_init_fence();
-  for (int e = threadIdx.x; e <= p.experts; e += C::kThreads) offset[e] = p.offset[e];
-  __syncthreads();
-  if (warp == 0) prefix_costs<C>(p, offset, cost, lane);
-  __syncthreads();
-  long long total = cost[p.experts];
-  Walk walk{offset, cost, p.experts, p.tiles, C::kRows, (int)(total * blockIdx.x / gridDim.x),
-            (int)(total * (blockIdx.x + 1) / gridDim.x)};
-  walk.start(lane);
-  Block<FP4, CHUNKS, SPLIT, NT, STAGES, DELAY> block{
-      p, shared, sums, full, done, evict_first_policy(), lane, warp, 0, -SPLIT - DELAY, walk, walk, 0};
-  for (int s = 0; s < STAGES; s++) {
-    if (threadIdx.x == 0) block.copy(s, block.tile_ahead());
-    block.ahead.next();
-  }
-  block.run_all();
+  // `pack_rows` has waited for all that was launched before it, so routing can be read.
+  auto work = [&](auto walk) {
+    if (warp < C::kTiles) Consumer<C>{p, s, lane, warp}.run(walk);
+    else if (warp < C::kTiles + kWeightWarps) fetch_weights<C>(p, s, walk, warp - C::kTiles);
+    else fetch_rows<C>(p, s, walk);
+  };
+  if constexpr (C::DEAL) work(deal<C>(p.offset, p.experts, p.tiles, Table(s.table)));
+  else work(share<C>(p.offset, p.experts, p.tiles, Table(s.table)));
 }
 
-template <int FP4, int CHUNKS, int SPLIT, int NT, int STAGES, int DELAY, int MINB>
+template <class C>
 cudaError_t launch(const Args& args, cudaStream_t stream) {
-  using C = Config<FP4, CHUNKS, SPLIT, NT, STAGES>;
-  static_assert(MINB * (C::kShared + 1024) <= 233472, "blocks do not fit a multiprocessor");
-  static_assert(DELAY < SPLIT && DELAY < STAGES, "a warp finishes one tile at a time");
-  auto kernel = expert_matmul<FP4, CHUNKS, SPLIT, NT, STAGES, DELAY, MINB>;
+  static_assert(C::kShared <= 232448, "a block does not fit a multiprocessor");
+  static_assert(C::STAGES + 1 < kInfoRing, "row information is overwritten too early");
+  static_assert(C::kThreads > kMaxExperts, "the schedule takes a thread an expert");
+  auto kernel = expert_matmul<C>;
   static cudaError_t ready =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kShared);
   if (ready != cudaSuccess) return ready;
-  kernel<<<multiprocessors() * MINB, C::kThreads, C::kShared, stream>>>(args);
-  return cudaGetLastError();
+  int groups = args.rows / 8 + args.experts;
+  int blocks = (groups * ((args.chunks + kPackChunks - 1) / kPackChunks) + 3) / 4;
+  cudaError_t error = launch_dependent(pack_rows, blocks, 128, 0, stream, args);
+  if (error != cudaSuccess) return error;
+  return launch_dependent(kernel, multiprocessors(), C::kThreads, C::kShared, stream, args);
 }
 
 }  // namespace trace_jax
 
 // --- the call from XLA ------------------------------------------------------------------
 
-using Launch = cudaError_t (*)(const trace_jax::Args&, cudaStream_t);
-
 struct Variant {
-  int fp4, chunks, rows;  // chunks of 64 along K; rows of an expert that one pass covers
-  Launch launch;
+  int fp4;
+  cudaError_t (*launch)(const trace_jax::Args&, cudaStream_t);
 };
 
-#define VARIANT(fp4, chunks, split, nt, stages, delay, minb) \
-  {fp4, (chunks) * (split), (nt) * 8, \
-   trace_jax::launch<fp4, chunks, split, nt, stages, delay, minb>}
+#define VARIANT(fp4, ...) {fp4, trace_jax::launch<trace_jax::Config<fp4, __VA_ARGS__>>}
 
 // The order is that of HOPPER_VARIANTS in expert_matmul.py.
 static const Variant kVariants[] = {
-    // NVFP4: chunks a warp, warps, 8-row groups, stages, delay, blocks a multiprocessor
-    VARIANT(1, 1, 4, 2, 4, 1, 4), VARIANT(1, 2, 4, 2, 4, 1, 4), VARIANT(1, 3, 4, 2, 4, 1, 4),
-    VARIANT(1, 2, 8, 2, 4, 1, 2), VARIANT(1, 3, 8, 2, 4, 1, 2), VARIANT(1, 4, 8, 1, 4, 1, 2),
-    VARIANT(1, 8, 4, 1, 3, 1, 3), VARIANT(1, 4, 8, 2, 4, 2, 2), VARIANT(1, 6, 8, 1, 3, 1, 2),
-    VARIANT(1, 8, 8, 1, 5, 1, 1),
-    // BF16
-    VARIANT(0, 1, 4, 2, 4, 1, 2), VARIANT(0, 2, 4, 2, 4, 1, 2), VARIANT(0, 3, 4, 1, 4, 1, 2),
-    VARIANT(0, 3, 4, 4, 3, 1, 2), VARIANT(0, 2, 8, 4, 3, 1, 1), VARIANT(0, 3, 8, 2, 3, 1, 1),
-    VARIANT(0, 4, 8, 4, 2, 0, 1), VARIANT(0, 6, 8, 1, 2, 0, 1),
+    // FP4?; warpgroups, rows of a unit, chunks of 64 along K a stage, stages, units dealt?
+    VARIANT(1, 4, 64, 4, 3, true), VARIANT(1, 4, 64, 4, 3, false), VARIANT(1, 4, 64, 4, 3, true),
+    VARIANT(1, 3, 128, 2, 4, true), VARIANT(0, 4, 64, 1, 5, true), VARIANT(0, 3, 128, 1, 5, true),
 };
 
 static ffi::Error ExpertMatmul(cudaStream_t stream, ffi::Buffer<ffi::U8> weight,
-                               ffi::Buffer<ffi::F32> weight_outer, ffi::Buffer<ffi::BF16> x,
-                               ffi::Buffer<ffi::F32> x_outer, ffi::Buffer<ffi::S32> slot,
-                               ffi::Buffer<ffi::S32> offset, ffi::Result<ffi::AnyBuffer> out,
-                               int64_t variant, int64_t epilogue, int64_t tiles, int64_t top_k) {
+                               ffi::Buffer<ffi::F32> weight_outer, ffi::Buffer<ffi::F32> bias,
+                               ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::F32> x_outer,
+                               ffi::Buffer<ffi::S32> slot, ffi::Buffer<ffi::S32> offset,
+                               ffi::Result<ffi::AnyBuffer> out,
+                               ffi::Result<ffi::Buffer<ffi::U8>> packed,
+                               ffi::Result<ffi::Buffer<ffi::S32>> info, int64_t variant,
+                               int64_t epilogue, int64_t top_k) {
   trace_jax::Args args{};
   args.weight = weight.typed_data();
   args.weight_outer = reinterpret_cast<const float2*>(weight_outer.typed_data());
+  args.bias = bias.element_count() ? bias.typed_data() : nullptr;
   args.x = reinterpret_cast<const __nv_bfloat16*>(x.typed_data());
   args.x_outer = x_outer.element_count() ? x_outer.typed_data() : nullptr;
   args.slot = slot.typed_data();
   args.offset = offset.typed_data();
   args.out = out->untyped_data();
-  args.experts = static_cast<int>(offset.element_count()) - 1;
-  args.tiles = static_cast<int>(tiles);
+  args.packed = packed->typed_data();
+  args.info = reinterpret_cast<int2*>(info->typed_data());
+  args.experts = static_cast<int>(weight.dimensions()[0]);
+  args.tiles = static_cast<int>(weight.dimensions()[1]);
+  args.chunks = static_cast<int>(weight.dimensions()[2]);
   args.k = static_cast<int>(x.dimensions().back());
+  args.rows = static_cast<int>(slot.element_count());
   args.top_k = static_cast<int>(top_k);
   args.epilogue = static_cast<int>(epilogue);
   if (variant < 0 || variant >= static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant)))
@@ -406,13 +549,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_expert_matmul, ExpertMatmul,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<int64_t>("variant")
                                   .Attr<int64_t>("epilogue")
-                                  .Attr<int64_t>("tiles")
                                   .Attr<int64_t>("top_k"),
                               {ffi::Traits::kCmdBufferCompatible});
