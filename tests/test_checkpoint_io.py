@@ -59,13 +59,25 @@ def test_config_survives_the_round_trip(family):
     "family, change, named",
     [
         ("llama", {"attention_bias": True}, "attention_bias"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}, "longrope"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "mscale": 1.0}}, "mscale"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("qwen3_moe", {"new_feature": 3}, "new_feature"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window"),
+        ("mixtral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
         ("gpt_oss", {"layer_types": ["linear_attention"] * 2}, "layer_types"),
         ("olmoe", {"model_type": "bert"}, "bert"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"topk_method": "random"}, "topk_method"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("qwen3_5_moe_text", {"attn_output_gate": False}, "attn_output_gate"),
+        (
+            "qwen3_5_moe_text",
+            {"layer_types": ["full_attention", "linear_attention"] * 2},
+            "layer_types",
+        ),
     ],
 )
 def test_an_unsupported_field_is_named(family, change, named):

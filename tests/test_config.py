@@ -19,6 +19,7 @@ from helpers import SHAPE
 
 from trace_jax import model
 from trace_jax.config import Config, ConfigError, default, freeze, to_dict
+from trace_jax.model.transformer import depth, stacks_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -170,7 +171,25 @@ REFUSED = [
     ({"mesh.data": -1, "mesh.expert": -1}, "mesh axes are [-1, 1, -1, 1]; write sizes of 1"),
     ({"mesh.tensor": 0}, "mesh axes are [-1, 1, 1, 0]; write sizes of 1 or more"),
     ({"model.top_k": 5}, "model: model: top_k is 5; write 1 to num_experts (4)"),
-    ({"model.full_attention_every": 2}, "model.full_attention_every is 2; write 1"),
+    (
+        {"model.full_attention_every": 2},
+        "model: model: full_attention_every is 2; write delta.key_heads",
+    ),
+    ({"model.dense_layers": 9}, "model: model: dense_layers is 9; write less than num_layers"),
+    ({"model.router.groups": 3}, "model: model: router.groups is 3; write a divisor of num_expert"),
+    ({"model.rotary_fraction": 0.0}, "model: model: rotary_fraction is 0.0; write a share of head"),
+    (
+        {
+            "rollout.engine": "continuous",
+            "model.full_attention_every": 2,
+            "model.delta.key_heads": 1,
+            "model.delta.value_heads": 1,
+            "model.delta.key_dim": 8,
+            "model.delta.value_dim": 8,
+        },
+        "rollout.engine is 'continuous', whose KV pages hold neither latents",
+    ),
+    ({"model.latent.kv_rank": 8}, "model: model: head_dim is 16; write latent.nope_dim"),
     ({"model.vocab_size": 256}, "model.vocab_size is 256; write 259 or more"),
     ({"seed": -1}, "seed is -1; write a number from 0 to 2147483647"),
     ({"data_seed": 2**31}, "data_seed is 2147483648; write a number from 0"),
@@ -287,7 +306,7 @@ def test_config_file_loads_freezes_and_has_a_model(name):
     params = jax.eval_shape(lambda key: model.init(config.model, key), jax.random.key(0))
     m = config.model
     assert params["embed"].shape == (m.vocab_size, m.hidden)
-    assert all(a.shape[0] == m.num_layers for a in jax.tree.leaves(params["layers"]))
+    assert sum(map(depth, stacks_of(params["layers"]))) == m.num_layers
     assert f"--config=configs/{name}.py" in module.__doc__, "the command that runs it"
     assert re.search(r"minute|hour|Not run", module.__doc__), "how long it takes, if known"
 

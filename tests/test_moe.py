@@ -11,10 +11,11 @@ import pytest
 
 from trace_jax import fp4
 from trace_jax.kernels.grouped_matmul import group_tokens
+from trace_jax.model.config_parts import Router
 from trace_jax.model.moe import NOT_RECORDED, MoE, load_balance_loss, route
 from trace_jax.model.sites import LayerSpec, SiteInputs, Sites
 
-routed = jax.jit(route, static_argnums=(1, 2))
+routed = jax.jit(route, static_argnums=(1, 2, 4))
 balance = jax.jit(
     lambda logits, valid, top_k: load_balance_loss(route(logits, top_k, True, None), valid),
     static_argnums=2,
@@ -54,6 +55,56 @@ def test_gates_are_the_chosen_probabilities_normalised_if_asked():
     chosen = probs[:, [0, 2]]
     np.testing.assert_allclose(choose(logits, 2, norm_topk=False).gates, chosen, rtol=1e-6)
     np.testing.assert_allclose(choose(logits, 2).gates, chosen / chosen.sum(), rtol=1e-6)
+
+
+def test_groups_are_masked_with_minus_infinity():
+    """BR-079: with 0 as the mask the experts of the worse group would win."""
+    logits = jnp.full((1, 4), -3.0)
+    correction = jnp.array([-0.1, -0.2, -0.5, -0.6]) - jax.nn.sigmoid(-3.0)
+    router = Router("sigmoid", groups=2, top_groups=1, group_best=2, correction=True)
+    out = routed(logits, 2, True, None, router, correction)
+    np.testing.assert_array_equal(out.ids, [[0, 1]])
+
+
+@pytest.mark.parametrize("best, ids", [(1, [2, 3]), (2, [0, 1])])
+def test_a_group_is_as_good_as_its_best_experts(best, ids):
+    """DeepSeek-V2 takes a group's best expert, V3 the sum of its two best."""
+    router = Router(groups=2, top_groups=1, group_best=best)
+    out = routed(jnp.array([[0.5, 0.4, 0.6, 0.1]]), 2, False, None, router)
+    np.testing.assert_array_equal(np.sort(out.ids), [ids])
+
+
+def test_the_correction_chooses_and_does_not_weigh():
+    logits, correction = jnp.array([[2.0, 1.0, 0.0, -1.0]]), jnp.array([0.0, 0.0, 0.0, 5.0])
+    router = Router("sigmoid", correction=True, scale=2.5)
+    out = routed(logits, 2, False, None, router, correction)
+    np.testing.assert_array_equal(out.ids, [[3, 0]])
+    sigmoid = 1 / (1 + np.exp([1.0, -2.0]))
+    np.testing.assert_allclose(out.gates, [2.5 * sigmoid], rtol=1e-6)
+    normed = routed(logits, 2, True, None, router, correction)
+    np.testing.assert_allclose(normed.gates, [2.5 * sigmoid / sigmoid.sum()], rtol=1e-6)
+    assert float(jnp.sum(out.probs)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("gated, share", [(True, 0.5), (False, 1.0)])
+def test_the_shared_expert_goes_through_its_gate(gated, share):
+    """BR-082: at a gate's logit of 0, half of its output; all of it without a gate."""
+    config = dataclasses.replace(
+        helpers.MOE, shared_dim=24, shared_gate=gated, dtype="float32", num_layers=1
+    )
+    x = jax.random.normal(jax.random.key(0), (1, 3, config.hidden))
+    sites = Sites(LayerSpec(fp4.LayerPrecision()), fp4.NO_GUIDANCE, SiteInputs())
+    layer, valid = MoE(config), jnp.ones((1, 3), bool)
+    params = layer.init(jax.random.key(1), x, valid, sites)["params"]
+    if gated:
+        params["shared_gate"]["weight"] *= 0
+    whole = layer.apply({"params": params}, x, valid, sites)[0]
+    gate, up = (x @ params["shared"][name]["weight"].T for name in ("gate", "up"))
+    shared = (jax.nn.silu(gate) * up) @ params["shared"]["down"]["weight"].T
+    params["shared"]["down"]["weight"] *= 0
+    routed_only = layer.apply({"params": params}, x, valid, sites)[0]
+    np.testing.assert_allclose(whole - routed_only, share * shared, atol=1e-5)
+    assert float(jnp.std(shared)) > 0.05
 
 
 @pytest.mark.parametrize("norm_topk", [True, False])

@@ -43,6 +43,13 @@ def error(got, family) -> np.ndarray:
     return np.abs(np.asarray(got) - wanted) / wanted.std()
 
 
+def with_experts(routes, config) -> np.ndarray:
+    """Sorted routes of the layers with experts; the dense ones have none."""
+    routes = np.asarray(routes)
+    assert (routes[: config.dense_layers] == model.NOT_RECORDED).all()
+    return np.sort(routes[config.dense_layers :], axis=-1)
+
+
 @family
 def test_full_sequence_logits_and_routes(family):
     config, params = golden_files.checkpoint(family)
@@ -51,7 +58,7 @@ def test_full_sequence_logits_and_routes(family):
     assert out.logits.dtype == jnp.float32
     assert error(out.logits, family).max() < 1e-4
     if "routes" in golden:
-        np.testing.assert_array_equal(np.sort(out.routes, axis=-1), golden["routes"])
+        np.testing.assert_array_equal(with_experts(out.routes, config), golden["routes"])
 
 
 @family
@@ -66,7 +73,7 @@ def test_decode_through_the_cache(family):
         routes.append(step_routes)
     assert error(np.stack(logits, axis=1), family).max() < 1e-4
     if "routes" in golden:
-        got = np.sort(np.stack(routes, axis=2), axis=-1)
+        got = with_experts(np.stack(routes, axis=2), config)
         np.testing.assert_array_equal(got, golden["routes"])
 
 
@@ -83,10 +90,14 @@ def test_greedy_tokens(family):
     assert given[8:] == golden["greedy"].tolist()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_bf16_activations_stay_near(family):
-    """Both bounds: BF16 rounds about 20 times a layer, and not rounding is wrong too."""
+@family
+def test_bf16_error_is_that_of_transformers(family):
+    """Of the median token: a route that flips at a near tie is not an error of rounding.
+
+    Not rounding at all would be wrong too: rollouts and training round alike.
+    """
     config, params = golden_files.checkpoint(family, "bfloat16")
-    tokens = golden_files.expected(family)["tokens"]
-    rms = np.sqrt(np.mean(error(trace_jax.forward(config, params, tokens).logits, family) ** 2))
-    assert 1e-3 < rms < 2e-2
+    golden = golden_files.expected(family)
+    logits = trace_jax.forward(config, params, golden["tokens"]).logits
+    ours = np.median(np.sqrt(np.mean(error(logits, family) ** 2, axis=-1)))
+    assert 1e-3 < ours < max(1.25 * golden["bf16_error"][0], 3e-3)

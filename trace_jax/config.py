@@ -479,14 +479,15 @@ def _validate_numerics(c: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"config: {error}") from error
     require(
-        c.model.full_attention_every == 1,
-        f"model.full_attention_every is {c.model.full_attention_every}; write 1, other values "
-        "cannot be run yet",
-    )
-    require(
         c.init.checkpoint != "" or c.model.vocab_size >= ByteTokenizer.vocab_size,
         f"model.vocab_size is {c.model.vocab_size}; write {ByteTokenizer.vocab_size} or more, "
         "the byte tokenizer's ids",
+    )
+    paged = c.model.full_attention_every == 1 and not c.model.latent.kv_rank
+    require(
+        paged or c.rollout.engine == "batch",
+        f"rollout.engine is {c.rollout.engine!r}, whose KV pages hold neither latents nor linear "
+        "attention's states; write rollout.engine='batch'",
     )
     if c.mode == "trace":
         _validate_plan(c, plan, planned_layers(c.model, precision, plan), precision)

@@ -7,7 +7,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import LayerPrecision, QTensor
 from trace_jax.kernels.expert_matmul import lay_out
 from trace_jax.model.layers import KEPT_FP32, Dtype, expert_weight
-from trace_jax.model.transformer import precision_runs
+from trace_jax.model.transformer import depth, segments, stacks_of
 
 EXPERT_WEIGHTS = ("gate_up", "down")
 
@@ -19,25 +19,30 @@ def to_rollout(params: dict, precision: tuple[LayerPrecision, ...]) -> dict:
     parameters is a no-op and nothing of older weights survives. Expert weights
     are quantized from their BF16-rounded values, as the trainer's fake
     quantization does; the two are bit-equal. "layers" becomes a tuple with one
-    stack for each run of layers of equal precision.
+    stack for each run of layers of one kind and equal precision.
 
     The result never shares buffers with `params`: the learner donates those.
     """
-    runs = precision_runs(precision)
-    stacks = []
-    for start, stop, formats_ in runs:
-        stack = jax.tree.map(lambda a, start=start, stop=stop: a[start:stop], params["layers"])
-        stack = _to_bf16(stack)
-        if formats_.expert_weight is not None:
-            stack["moe"] = dict(stack["moe"])
-            for name in EXPERT_WEIGHTS:
-                # [layers, experts, N, K]: one outer scale a layer and expert; gate
-                # and up are one tensor and so share theirs.
-                stack["moe"][name] = fp4.quantize(
-                    stack["moe"][name], formats_.expert_weight, outer_axes=(2, 3)
-                )
-        stacks.append(stack)
+    stacks, first = [], 0
+    for stack in stacks_of(params["layers"]):
+        last = first + depth(stack)
+        for start, stop, formats_ in segments(precision[first:last]):
+            run = _to_bf16(jax.tree.map(lambda a, i=start, j=stop: a[i:j], stack))
+            stacks.append(_quantized(run, formats_.expert_weight))
+        first = last
     return {**_to_bf16({k: v for k, v in params.items() if k != "layers"}), "layers": tuple(stacks)}
+
+
+def _quantized(stack: dict, fmt) -> dict:
+    """A stack with its expert weights in `fmt`; layers without experts have none."""
+    if fmt is None or "moe" not in stack:
+        return stack
+    # [layers, experts, N, K]: one outer scale a layer and expert; gate and up are one
+    # tensor and so share theirs.
+    weights = {
+        name: fp4.quantize(stack["moe"][name], fmt, outer_axes=(2, 3)) for name in EXPERT_WEIGHTS
+    }
+    return stack | {"moe": stack["moe"] | weights}
 
 
 def _to_bf16(tree):

@@ -1,9 +1,13 @@
 """Parameters and bytes of a model by shapes alone."""
 
+import jax
+
 from trace_jax.fp4 import MXFP4, NVFP4, Format, GuidancePlan, guidance_bytes_per_token
 from trace_jax.fp4.formats import num_blocks
 from trace_jax.model.config import ModelConfig
+from trace_jax.model.linear_attention import empty_state
 from trace_jax.model.tensors import param_shapes, parameter_count
+from trace_jax.model.transformer import stacks_of
 
 
 def weight_bytes(config: ModelConfig, fmt: Format | None) -> int:
@@ -11,22 +15,31 @@ def weight_bytes(config: ModelConfig, fmt: Format | None) -> int:
     total = 2 * parameter_count(config)
     if fmt is None:
         return total
-    moe = param_shapes(config)["layers"]["moe"]
-    for name in ("gate_up", "down"):
-        *rows, columns = moe[name].shape
-        count = moe[name].size // columns
-        row = num_blocks(columns, fmt) * (fmt.block // 2 + 1)
-        outers = 4 * rows[0] * rows[1] if fmt.outer != "none" else 0
-        total += count * row + outers - 2 * moe[name].size
+    for stack in stacks_of(param_shapes(config)["layers"]):
+        for weight in (stack["moe"][name] for name in ("gate_up", "down") if "moe" in stack):
+            *rows, columns = weight.shape
+            row = num_blocks(columns, fmt) * (fmt.block // 2 + 1)
+            outers = 4 * rows[0] * rows[1] if fmt.outer != "none" else 0
+            total += weight.size // columns * row + outers - 2 * weight.size
     return total
 
 
 def kv_bytes_per_token(config: ModelConfig, fmt: Format | None) -> int:
-    """Bytes of keys and values that a token leaves in all layers with a KV-cache."""
-    row = 2 * config.head_dim
-    if fmt is not None:
-        row = num_blocks(config.head_dim, fmt) * (fmt.block // 2 + 1) + 1
-    return 2 * len(config.attention_layers) * config.num_kv_heads * row
+    """Bytes that a token leaves in the caches of all layers: K and V, or latents."""
+    total = 0
+    for layers, rows, width in (config.site_shapes()[site] for site in ("k", "v")):
+        row = 2 * width
+        if fmt is not None:
+            row = num_blocks(width, fmt) * (fmt.block // 2 + 1) + 1
+        total += len(layers) * rows * row
+    return total
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of a sequence's linear-attention states, however long it is."""
+    linear = config.num_layers - len(config.attention_layers)
+    state = jax.eval_shape(lambda: empty_state(config, (linear,)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def summary(config: ModelConfig, plan: GuidancePlan) -> dict[str, int]:
@@ -39,5 +52,6 @@ def summary(config: ModelConfig, plan: GuidancePlan) -> dict[str, int]:
         "bytes_mxfp4": weight_bytes(config, MXFP4),
         "kv_bytes_per_token_bf16": kv_bytes_per_token(config, None),
         "kv_bytes_per_token_nvfp4": kv_bytes_per_token(config, NVFP4),
+        "state_bytes": state_bytes(config),
         "guidance_bytes_per_token": round(guidance_bytes_per_token(config, plan, NVFP4)),
     }

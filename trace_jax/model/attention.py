@@ -1,6 +1,7 @@
 """Grouped-query attention over quantized keys and values, with and without a cache."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,11 +80,17 @@ def visible(queries: jax.Array, keys: jax.Array, window: jax.Array | None) -> ja
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, sinks: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
-    """Softmax attention, FP32 scores; q [B, S, H, D], k, v [B, T, KV, D], mask [B, S, T].
+    """Softmax attention, FP32 scores; q [B, S, H, D], k [B, T, KV, D], v [B, T, KV, DV].
 
-    `sinks` FP32 [H] are logits that take part in the softmax and carry no value.
+    Returns [B, S, H * DV]. `mask` is bool [B, S, T], `scale` of the scores D ** -0.5 by
+    default. `sinks` FP32 [H] are logits that take part in the softmax and carry no value.
     Masked values are replaced, not multiplied by zero: an unused slot may hold NaN.
     """
     batch, length, heads, dim = q.shape
@@ -92,23 +99,57 @@ def attend(
     used = jnp.any(mask, axis=1)[..., None, None]
     k, v = jnp.where(used, k, 0), jnp.where(used, v, 0)
     scores = product("bsgqd,btgd->bgqst", q, k)
-    scores = jnp.where(mask[:, None, None], scores * dim**-0.5, -1e30)
+    scores = jnp.where(mask[:, None, None], scores * (scale or dim**-0.5), -1e30)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
         sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks], axis=-1)
     weights = rounded(jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], v.dtype)
     out = product("bgqst,btgd->bsgqd", weights, v)
-    return rounded(out.reshape(batch, length, heads * dim), q.dtype)
+    return rounded(out.reshape(batch, length, -1), q.dtype)
+
+
+def store(site: str, x: jax.Array, sites: Sites) -> tuple[jax.Array, KVPlane]:
+    """Values to attend to and their stored form."""
+    value, out = sites.quantize(site, x)
+    if out is None:
+        return value, KVPlane(value)
+    return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))
+
+
+class Remembered(NamedTuple):
+    """k [B, T, KV, D], v [B, T, KV, DV] to attend to, mask bool [B, S, T], and the cache."""
+
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array
+    cache: dict | None
+
+
+def remember(k, v, positions, sites: Sites, cache=None, window=None) -> Remembered:
+    """Quantizes k, v [B, S, KV, ...] at their sites and appends them to the cache.
+
+    Without a cache the same quantized values are attended to directly. Either way what is
+    attended to is what was quantized, the current token included.
+    """
+    new_k, k_stored = store("k", k, sites)
+    new_v, v_stored = store("v", v, sites)
+    if cache is None:
+        return Remembered(new_k, new_v, visible(positions, positions, window), None)
+    cache = {
+        "k": write_plane(cache["k"], k_stored, positions),
+        "v": write_plane(cache["v"], v_stored, positions),
+    }
+    formats_ = sites.spec.precision
+    k = decode_plane(cache["k"], k.shape[-1], formats_.k).astype(k.dtype)
+    v = decode_plane(cache["v"], v.shape[-1], formats_.v).astype(v.dtype)
+    return Remembered(k, v, visible(positions, jnp.arange(k.shape[1])[None], window), cache)
 
 
 class Attention(nn.Module):
-    """Attention of one layer.
+    """Attention of one layer: new keys and values are remembered at `positions`.
 
-    With a cache, new keys and values are appended at `positions` and attention
-    reads the cache; without, it reads the same quantized values directly. With
-    `pages` (paged.Pages) the cache is a pool of pages. Either way what is attended to
-    is what was quantized, the current token included.
+    With `pages` (paged.Pages) the cache is a pool of pages.
     """
 
     config: ModelConfig
@@ -117,48 +158,46 @@ class Attention(nn.Module):
     def __call__(self, x, positions, sites: Sites, cache=None, window=None, pages=None):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
+        gate = None
         if self._in_one_launch(sites, x):
             q, k, v = self._normed_and_turned(x, positions)
         else:
-            q, k, v = self._project(x, linear)
+            q, k, v, gate = self._project(x, linear)
             q, k = self._head_norm(q, k)
             if cfg.clip_qkv:
                 q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
-            q = rotary(q, positions, cfg.rope_theta, cfg.yarn)
-            k = rotary(k, positions, cfg.rope_theta, cfg.yarn)
+            q = rotary(q, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
+            k = rotary(k, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
         if pages is not None:
             out, cache = pages.step(q, k, v, cache, positions, sites, window, sinks)
-            return linear(cfg.hidden, name="o")(out), cache
-        k, k_stored = store("k", k, sites)
-        v, v_stored = store("v", v, sites)
-        if cache is None:
-            mask = visible(positions, positions, window)
         else:
-            formats_ = sites.spec.precision
-            cache = {
-                "k": write_plane(cache["k"], k_stored, positions),
-                "v": write_plane(cache["v"], v_stored, positions),
-            }
-            k = decode_plane(cache["k"], cfg.head_dim, formats_.k).astype(x.dtype)
-            v = decode_plane(cache["v"], cfg.head_dim, formats_.v).astype(x.dtype)
-            mask = visible(positions, jnp.arange(k.shape[1])[None], window)
-        out = linear(cfg.hidden, name="o")(attend(q, k, v, mask, sinks))
-        return out, cache
+            k, v, mask, cache = remember(k, v, positions, sites, cache, window)
+            out = attend(q, k, v, mask, sinks)
+        if gate is not None:
+            gate = jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
+            out = rounded(out.astype(jnp.float32) * gate, x.dtype)
+        return linear(cfg.hidden, name="o")(out), cache
 
     def _project(self, x, linear):
-        """Queries, keys and values [B, S, heads, head_dim], as they are projected."""
+        """Queries, keys, values and the output's gate or None, [B, S, heads, head_dim].
+
+        As they are projected; a gated projection holds each head's query and gate.
+        """
         cfg = self.config
         heads = (*x.shape[:2], -1, cfg.head_dim)
         if self._joined:
             q, k, v = jnp.split(rounded(self._joined_product(x), x.dtype), self._bounds, axis=-1)
         else:
-            q = linear(cfg.num_heads * cfg.head_dim, name="q")(x)
+            q = linear(self._bounds[0], name="q")(x)
             k = linear(cfg.num_kv_heads * cfg.head_dim, name="k")(x)
             v = linear(cfg.num_kv_heads * cfg.head_dim, name="v")(x)
-        return q.reshape(heads), k.reshape(heads), v.reshape(heads)
+        gate = None
+        if cfg.attention_gate:
+            q, gate = jnp.split(q.reshape(*x.shape[:2], cfg.num_heads, -1), 2, axis=-1)
+        return q.reshape(heads), k.reshape(heads), v.reshape(heads), gate
 
     @property
     def _joined(self) -> bool:
@@ -168,7 +207,7 @@ class Attention(nn.Module):
     @property
     def _bounds(self) -> tuple[int, int]:
         cfg = self.config
-        queries = cfg.num_heads * cfg.head_dim
+        queries = cfg.num_heads * cfg.head_dim * (1 + cfg.attention_gate)
         return queries, queries + cfg.num_kv_heads * cfg.head_dim
 
     def _joined_product(self, x):
@@ -186,13 +225,15 @@ class Attention(nn.Module):
             return q, k
         if cfg.qk_norm_over == "projection":
             q, k = (a.reshape(*a.shape[:2], -1) for a in (q, k))
-        q = RMSNorm(cfg.norm_eps, name="q_norm")(q)
-        k = RMSNorm(cfg.norm_eps, name="k_norm")(k)
+        q = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="q_norm")(q)
+        k = RMSNorm(cfg.norm_eps, cfg.zero_centred_norms, name="k_norm")(k)
         return q.reshape(shapes[0]), k.reshape(shapes[1])
 
     def _in_one_launch(self, sites: Sites, x) -> bool:
         cfg = self.config
         plain = not cfg.clip_qkv and (not cfg.qk_norm or cfg.qk_norm_over == "head")
+        plain = plain and not cfg.attention_gate and not cfg.zero_centred_norms
+        plain = plain and cfg.rotary_fraction == 1.0
         one = x.dtype == jnp.bfloat16 and x.shape[1] == 1
         return sites.decoding and self._joined and plain and one
 
@@ -201,16 +242,8 @@ class Attention(nn.Module):
         norms = [None, None]
         if cfg.qk_norm:
             norms = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
-        cos, sin = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.yarn)
+        cos, sin = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.rope_scaling)
         projected = self._joined_product(x)[:, 0]
         heads = cfg.num_heads, cfg.num_kv_heads
         rows = norm_rotary(projected, *heads, *norms, cos, sin, eps=cfg.norm_eps)
         return tuple(a[:, None] for a in rows)
-
-
-def store(site: str, x: jax.Array, sites: Sites) -> tuple[jax.Array, KVPlane]:
-    """Values to attend to, of keys or values x [B, S, heads, head_dim], and their stored form."""
-    value, out = sites.quantize(site, x)
-    if out is None:
-        return value, KVPlane(value)
-    return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))

@@ -24,6 +24,7 @@ from trace_jax.model.fp4_layouts import INPUT_SCALE, QUANTIZED, is_fp4, layout_o
 from trace_jax.model.tensors import Tensor, leaf_at, tensors
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+ALWAYS_FP32 = ("router_correction",)  # in files, too, whatever their values
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -109,13 +110,16 @@ def _layer_qtensor(leaf, layer: int, fmt) -> QTensor:
 
 
 def _bf16_value(leaf, tensor: Tensor) -> np.ndarray:
-    """The file's values: BF16, or FP32 where rollouts use FP32 and BF16 would change it."""
+    """The file's values: BF16; FP32 where rollouts use FP32 and BF16 would change them, or
+    where files of this kind always have FP32."""
     if isinstance(leaf, QTensor):
         layer, rest = tensor.index[0], tensor.index[1:]
         one = jax.tree.map(lambda a: a[layer], leaf)
         value = np.asarray(fp4.dequantize(one, jnp.bfloat16))[rest]
     else:
         value = np.asarray(leaf[tensor.index] if tensor.index else leaf)
+    if tensor.path[-1] in ALWAYS_FP32:
+        return tensor.layout.to_hub(np.asarray(value, np.float32))
     narrow = np.asarray(value).astype(BF16)
     kept = param_dtype(tensor.path, "bfloat16") == np.float32
     exact = not kept or np.array_equal(narrow.astype(np.float32), value)

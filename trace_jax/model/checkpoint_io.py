@@ -16,9 +16,10 @@ import numpy as np
 
 from trace_jax.fp4 import QTensor
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.families import config_from_hub
+from trace_jax.model.families import FAMILIES, config_from_hub, family_of
 from trace_jax.model.fp4_layouts import Fp4Layout, layout_name, layout_of
 from trace_jax.model.gguf_io import GgufFile, packaged_gguf
+from trace_jax.model.language_model import language_config, within
 from trace_jax.model.layers import KEPT_FP32
 from trace_jax.model.safetensors_dir import SafetensorsDir, listed
 from trace_jax.model.tensors import Tensor, leaf_at, param_shapes, tensors
@@ -62,7 +63,7 @@ def load_checkpoint(
         hub = source.config
     else:
         hub = read_hub_config(path)
-        source = SafetensorsDir(path)
+        source = within(SafetensorsDir(path))
     config = config_from_hub(hub, dtype)
     format = layout_name(hub.get("quantization_config"))
     layout = None if format is None else layout_of(config, format)
@@ -74,11 +75,11 @@ def load_checkpoint(
 
 
 def read_hub_config(path: str | Path) -> dict[str, Any]:
-    """config.json, with ModelOpt's separate quantization file where there is one."""
+    """config.json of the language model, with ModelOpt's separate quantization file if any."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"{path} holds no checkpoint: config.json is missing")
-    hub = json.loads(file.read_text())
+    hub = language_config(json.loads(file.read_text()))
     separate = Path(path) / "hf_quant_config.json"
     if "quantization_config" not in hub and separate.is_file():
         found = json.loads(separate.read_text())["quantization"]
@@ -89,6 +90,9 @@ def read_hub_config(path: str | Path) -> dict[str, Any]:
 def _check(found: Mapping[str, tuple], wanted: list[Tensor], config: ModelConfig) -> None:
     shapes = {t.name: t.shape for t in wanted}
     optional = {n for n in found if n.endswith(("rotary_emb.inv_freq", "input_scale"))}
+    if left_out := FAMILIES[family_of(config)].left_out:
+        start = left_out.format(num_layers=config.num_layers)
+        optional |= {n for n in found if n.startswith(start)}
     if config.tie_embeddings:
         optional.add("lm_head.weight")
     problems = {

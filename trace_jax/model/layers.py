@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, formats, unscaled
-from trace_jax.model.config import Yarn
+from trace_jax.model.config_parts import Llama3Rope, Yarn
 
 Dtype = jnp.bfloat16  # of activations and of weights in use, by default; masters are FP32
 PLAIN = Yarn()  # no YaRN
@@ -16,11 +16,17 @@ PLAIN = Yarn()  # no YaRN
 KEPT_FP32 = (
     "router",
     "router_bias",
+    "router_correction",
     "sinks",
     "attention_norm",
     "moe_norm",
     "q_norm",
     "k_norm",
+    "latent_q_norm",
+    "latent_norm",
+    "out_norm",
+    "decay",
+    "decay_bias",
     "final_norm",
 )
 
@@ -58,16 +64,23 @@ def normal_init(fan_in: int):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last axis, computed in FP32, returned in x's dtype."""
+    """RMS norm over the last axis, computed in FP32, returned in x's dtype.
+
+    `zero_centred` norms multiply by 1 + weight.
+    """
 
     eps: float
+    zero_centred: bool = False
 
     @nn.compact
     def __call__(self, x):
-        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        init = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
+        weight = self.param("weight", init, (x.shape[-1],), jnp.float32)
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
         weight = jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
+        if self.zero_centred:
+            weight = 1 + weight
         return rounded(x32 * jax.lax.rsqrt(variance + self.eps) * weight, x.dtype)
 
 
@@ -90,16 +103,37 @@ class Linear(nn.Module):
         return rounded(y, self.dtype)
 
 
-def frequencies(half: int, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
-    """FP32 [half] radians a position of each rotary pair.
+class Mlp(nn.Module):
+    """A plain gated MLP, `dtype` in and out; no quantization site."""
 
-    With YaRN, pairs that turn more than `beta_fast` times within the original context
-    are kept, those that turn less than `beta_slow` times are slowed by `factor`, and a
-    linear ramp over the pair's index joins the two.
-    """
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        gate = Linear(self.width, dtype=x.dtype, name="gate")(x).astype(jnp.float32)
+        up = Linear(self.width, dtype=x.dtype, name="up")(x).astype(jnp.float32)
+        mid = rounded(jax.nn.silu(gate) * up, x.dtype)
+        return Linear(x.shape[-1], dtype=x.dtype, name="down")(mid)
+
+
+def frequencies(half: int, theta: float, scaling: Yarn | Llama3Rope = PLAIN) -> jax.Array:
+    """FP32 [half] radians a position of each rotary pair."""
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if yarn.factor == 1.0:
+    if scaling.factor == 1.0:
         return frequency
+    kept = _kept_by_llama3 if isinstance(scaling, Llama3Rope) else _kept_by_yarn
+    kept = kept(frequency, theta, scaling)
+    return frequency * kept + frequency / scaling.factor * (1 - kept)
+
+
+def _kept_by_yarn(frequency, theta: float, yarn: Yarn) -> jax.Array:
+    """Share of each pair's frequency that is kept.
+
+    All of it for pairs that turn more than `beta_fast` times within the original context,
+    none for those that turn less than `beta_slow` times; a linear ramp over the pair's
+    index joins the two.
+    """
+    half = frequency.shape[0]
 
     def pair_with(turns: float) -> float:
         return half * math.log(yarn.original_positions / (turns * 2 * math.pi)) / math.log(theta)
@@ -109,27 +143,43 @@ def frequencies(half: int, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
     high = high if high > low else low + 0.001
-    stretched = jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / (high - low), 0, 1)
-    return frequency * (1 - stretched) + frequency / yarn.factor * stretched
+    return 1 - jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / (high - low), 0, 1)
+
+
+def _kept_by_llama3(frequency, theta: float, rope: Llama3Rope) -> jax.Array:
+    """The same, with a ramp over the turns within the original context."""
+    turns = rope.original_positions * frequency / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    return jnp.clip((turns - low) / (high - low), 0, 1)
 
 
 def angles(
-    positions: jax.Array, half: int, theta: float, yarn: Yarn = PLAIN
+    positions: jax.Array, half: int, theta: float, scaling: Yarn | Llama3Rope = PLAIN
 ) -> tuple[jax.Array, jax.Array]:
     """FP32 cosine and sine [..., half] of the rotation at `positions` int32 [...]."""
-    frequency = jnp.expand_dims(frequencies(half, theta, yarn), range(positions.ndim))
+    frequency = jnp.expand_dims(frequencies(half, theta, scaling), range(positions.ndim))
     angle = positions[..., None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if yarn.factor != 1.0:
-        cos, sin = cos * yarn.scale, sin * yarn.scale
+    if isinstance(scaling, Yarn) and scaling.factor != 1.0:
+        cos, sin = cos * scaling.scale, sin * scaling.scale
     return cos, sin
 
 
-def rotary(x: jax.Array, positions: jax.Array, theta: float, yarn: Yarn = PLAIN) -> jax.Array:
-    """Rotary embedding, half-split pairs; x [B, S, heads, head_dim], positions [B, S]."""
-    cos, sin = (a[:, :, None] for a in angles(positions, x.shape[-1] // 2, theta, yarn))
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return rounded(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype)
+def rotary(
+    x: jax.Array,
+    positions: jax.Array,
+    theta: float,
+    scaling: Yarn | Llama3Rope = PLAIN,
+    fraction: float = 1.0,
+) -> jax.Array:
+    """Rotary embedding, half-split pairs; x [B, S, heads, head_dim], positions [B, S].
+
+    Only the leading `fraction` of a head is turned.
+    """
+    half = round(x.shape[-1] * fraction) // 2
+    cos, sin = (a[:, :, None] for a in angles(positions, half, theta, scaling))
+    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    return rounded(jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1), x.dtype)
 
 
 class ExpertWeight(NamedTuple):

@@ -19,10 +19,12 @@ from trace_jax.kernels.grouped_matmul import (
 )
 from trace_jax.kernels.top_k import choose_experts
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import ExpertWeight, expert_weight, rounded
+from trace_jax.model.config_parts import Router
+from trace_jax.model.layers import ExpertWeight, Linear, Mlp, expert_weight, rounded
 from trace_jax.model.sites import Sites
 
 NOT_RECORDED = -1  # expert id of a token whose route was not recorded
+PLAIN = Router()
 
 
 class Routing(NamedTuple):
@@ -33,21 +35,49 @@ class Routing(NamedTuple):
     probs: jax.Array | None  # None while decoding
 
 
-def route(logits: jax.Array, top_k: int, norm_topk: bool, replay: jax.Array | None) -> Routing:
+def route(
+    logits: jax.Array,
+    top_k: int,
+    norm_topk: bool,
+    replay: jax.Array | None,
+    router: Router = PLAIN,
+    correction: jax.Array | None = None,
+) -> Routing:
     """Chooses experts from FP32 router logits [T, experts]; ties go to the lower index.
 
     With `replay` int32 [T, top_k], recorded ids are used where they are not
     NOT_RECORDED, and gate weights still come from the live logits (R3, arXiv
     2510.11370): gathered from the whole distribution, so their gradient flows.
+    `correction` FP32 [experts] counts in the choice alone. Sigmoid scores become
+    probabilities by their sum.
     """
-    probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    _, ids = jax.lax.top_k(logits.astype(jnp.float32), top_k)
+    logits = logits.astype(jnp.float32)
+    if router.scores == "sigmoid":
+        scores = choice = jax.nn.sigmoid(logits)
+        probs = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    else:
+        scores = probs = jax.nn.softmax(logits, axis=-1)
+        choice = logits
+    if correction is not None:
+        choice = choice + correction.astype(jnp.float32)[None]
+    _, ids = jax.lax.top_k(_of_best_groups(choice, router), top_k)
     if replay is not None:
         ids = jnp.where(replay == NOT_RECORDED, ids, replay)
-    gates = jnp.take_along_axis(probs, ids, axis=-1)
+    gates = jnp.take_along_axis(scores, ids, axis=-1)
     if norm_topk:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
-    return Routing(ids.astype(jnp.int32), gates, probs)
+    return Routing(ids.astype(jnp.int32), gates * router.scale, probs)
+
+
+def _of_best_groups(choice: jax.Array, router: Router) -> jax.Array:
+    """choice [T, experts] with -inf outside the best groups of experts."""
+    if router.groups == 1:
+        return choice
+    grouped = choice.reshape(choice.shape[0], router.groups, -1)
+    best = jnp.sum(jax.lax.top_k(grouped, router.group_best)[0], axis=-1)
+    _, chosen = jax.lax.top_k(best, router.top_groups)
+    kept = jnp.any(jax.nn.one_hot(chosen, router.groups, dtype=bool), axis=1)
+    return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
 
 
 def load_balance_loss(routing: Routing, valid: jax.Array) -> jax.Array:
@@ -79,26 +109,9 @@ class MoE(nn.Module):
         batch, length, _ = x.shape
         tokens = x.reshape(-1, cfg.hidden)
         if cfg.num_experts:
-            router = self.param(
-                "router", nn.initializers.normal(0.02), (cfg.num_experts, cfg.hidden), jnp.float32
-            )
-            logits = jnp.einsum(
-                "tk,ek->te",
-                tokens.astype(jnp.float32),
-                router.astype(jnp.float32),
-                precision=jax.lax.Precision.HIGHEST,
-            )
-            if cfg.moe_bias:
-                bias = self.param(
-                    "router_bias", nn.initializers.zeros, (cfg.num_experts,), jnp.float32
-                )
-                logits = logits + bias.astype(jnp.float32)[None]
-            if sites.decoding:
-                ids, gates = choose_experts(logits, cfg.top_k, normalize=cfg.norm_topk)
-                routing, balance = Routing(ids, gates, None), jnp.float32(0.0)
-            else:
-                replay = None if routes is None else routes.reshape(-1, cfg.top_k)
-                routing = route(logits, cfg.top_k, cfg.norm_topk, replay)
+            routing = self._route(tokens, routes, sites)
+            balance = jnp.float32(0.0)
+            if routing.probs is not None:
                 balance = load_balance_loss(routing, valid.reshape(-1))
         else:
             zeros = jnp.zeros((tokens.shape[0], 1), jnp.int32)
@@ -106,7 +119,39 @@ class MoE(nn.Module):
             routing, balance = Routing(zeros, ones, ones), jnp.float32(0.0)
         ids = routing.ids.reshape(batch, length, cfg.slots)
         y = self._experts(x, ids, routing.gates, routes, sites)
+        if cfg.shared_dim:
+            y = rounded(y.astype(jnp.float32) + self._shared(x), x.dtype)
         return y, ids, balance
+
+    def _route(self, tokens, routes, sites: Sites) -> Routing:
+        cfg = self.config
+        normal, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
+        router = self.param("router", normal, (cfg.num_experts, cfg.hidden), jnp.float32)
+        logits = jnp.einsum(
+            "tk,ek->te",
+            tokens.astype(jnp.float32),
+            router.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        if cfg.moe_bias:
+            bias = self.param("router_bias", zeros, (cfg.num_experts,), jnp.float32)
+            logits = logits + bias.astype(jnp.float32)[None]
+        if sites.decoding and cfg.router == PLAIN:
+            ids, gates = choose_experts(logits, cfg.top_k, normalize=cfg.norm_topk)
+            return Routing(ids, gates, None)
+        correction = None
+        if cfg.router.correction:
+            correction = self.param("router_correction", zeros, (cfg.num_experts,), jnp.float32)
+        replay = None if routes is None else routes.reshape(-1, cfg.top_k)
+        return route(logits, cfg.top_k, cfg.norm_topk, replay, cfg.router, correction)
+
+    def _shared(self, x):
+        """FP32 output of the expert that every token is sent to."""
+        y = Mlp(self.config.shared_dim, name="shared")(x).astype(jnp.float32)
+        if not self.config.shared_gate:
+            return y
+        gate = Linear(1, dtype=x.dtype, name="shared_gate")(x).astype(jnp.float32)
+        return y * jax.nn.sigmoid(gate)
 
     def _experts(self, x, ids, gates, routes, sites: Sites):
         cfg, precision = self.config, sites.spec.precision

@@ -36,8 +36,14 @@ def empty_pool(
       kernel: in the kernels' layout.
 
     Raises:
-      ValueError: formats, page or head size that the kernels' layout does not take.
+      ValueError: attention that has no pages; formats, page or head size that the kernels'
+        layout does not take.
     """
+    if config.latent.kv_rank or config.full_attention_every != 1:
+        raise ValueError(
+            "KV pages hold keys and values of grouped queries in every layer; write an engine "
+            "without pages (rollout.Engine) for latent or linear attention"
+        )
     if not kernel:
         shape = (pages, page, config.num_kv_heads)
         return {

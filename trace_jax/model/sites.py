@@ -14,6 +14,7 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, Guide, LayerPrecision, Quantized, SiteGuidance
 from trace_jax.kernels.fake_quantize import fake_quantize_rows
+from trace_jax.model.config import LayerKind
 from trace_jax.model.layers import rounded
 
 
@@ -27,12 +28,14 @@ class LayerSpec:
       recorded: sites whose outcomes leave the layer, packed as the plan says.
       audit_rows: of the first so many sequences, whole codes and scales of every
         site leave the layer too.
+      kind: what the layer is made of.
     """
 
     precision: LayerPrecision
     guided: tuple[str, ...] = ()
     recorded: tuple[str, ...] = ()
     audit_rows: int = 0
+    kind: LayerKind = LayerKind()
 
 
 class Codes(NamedTuple):

@@ -1,11 +1,14 @@
 """One forward for prefill, decode and training.
 
-Layers are stacked and scanned. Consecutive layers of equal numerics form a
-segment with one scan, so precision and guidance may differ from layer to layer
-without a branch inside the loop.
+Layers are stacked and scanned. Consecutive layers of one kind and equal numerics form a
+segment with one scan, so what a layer is made of, precision and guidance may differ from
+layer to layer without a branch inside the loop.
 """
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +18,23 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.attention import Attention, empty_plane
-from trace_jax.model.config import ModelConfig
-from trace_jax.model.layers import Dtype, RMSNorm, normal_init, precision_of, rounded, stored
-from trace_jax.model.moe import MoE
+from trace_jax.model.config import LayerKind, ModelConfig
+from trace_jax.model.latent_attention import LatentAttention
+from trace_jax.model.layers import (
+    Dtype,
+    Mlp,
+    RMSNorm,
+    normal_init,
+    precision_of,
+    rounded,
+    stored,
+)
+from trace_jax.model.linear_attention import LinearAttention, empty_state
+from trace_jax.model.moe import NOT_RECORDED, MoE
 from trace_jax.model.paged import Pages
 from trace_jax.model.sites import Codes, LayerSpec, SiteInputs, SiteOutputs, Sites
+
+T = TypeVar("T")
 
 
 @struct.dataclass
@@ -43,9 +58,9 @@ class Record:
 
     Attributes:
       sites: {site: SiteGuidance} with leading axes [planned layers, B, S, rows].
-      audit: {site: Codes} with leading axes [layers, audit rows, S, rows]; sites
-        that are BF16 in every layer are absent.
-      routes: int32 [layers, B, S, slots].
+      audit: {site: Codes} with leading axes [layers that quantize it, audit rows, S, rows];
+        sites that are BF16 in every layer are absent.
+      routes: int32 [layers, B, S, slots]; NOT_RECORDED in dense layers beside experts.
     """
 
     sites: dict[str, SiteGuidance]
@@ -84,10 +99,10 @@ def numerics(
     """
     planned = planned_layers(config, precision, plan)
     layers = []
-    for i, formats_ in enumerate(precision):
+    for i, (formats_, kind) in enumerate(zip(precision, config.layer_kinds, strict=True)):
         here = tuple(site for site, chosen in planned.items() if i in chosen)
-        spec = LayerSpec(formats_, here if guide else (), here if record else (), audit_rows)
-        layers.append(spec)
+        guided, recorded = here if guide else (), here if record else ()
+        layers.append(LayerSpec(formats_, guided, recorded, audit_rows, kind))
     return Numerics(tuple(layers), plan)
 
 
@@ -101,41 +116,66 @@ def planned_layers(config, precision, plan) -> dict[str, tuple[int, ...]]:
     return {site: layers for site, layers in kept.items() if layers}
 
 
-def segments(specs: tuple[LayerSpec, ...]) -> list[tuple[int, int, LayerSpec]]:
-    """Runs of equal layers as (start, stop, spec)."""
+def segments(layers: Sequence[T]) -> list[tuple[int, int, T]]:
+    """Runs of equal layers as (start, stop, layer); a layer is whatever is said of it."""
     runs = []
-    for i, spec in enumerate(specs):
-        if runs and runs[-1][2] == spec:
-            runs[-1] = (runs[-1][0], i + 1, spec)
+    for i, layer in enumerate(layers):
+        if runs and runs[-1][2] == layer:
+            runs[-1] = (runs[-1][0], i + 1, layer)
         else:
-            runs.append((i, i + 1, spec))
+            runs.append((i, i + 1, layer))
     return runs
 
 
-def precision_runs(precision) -> list[tuple[int, int, LayerPrecision]]:
-    """Runs of layers of equal precision as (start, stop, precision)."""
-    runs = segments(tuple(LayerSpec(p) for p in precision))
-    return [(start, stop, spec.precision) for start, stop, spec in runs]
+def layer_runs(config: ModelConfig, precision) -> list[tuple[int, int, LayerSpec]]:
+    """Runs of layers of one kind and equal precision: one entry each of a cache."""
+    pairs = zip(precision, config.layer_kinds, strict=True)
+    return segments(tuple(LayerSpec(formats_, kind=kind) for formats_, kind in pairs))
+
+
+def stacks_of(layers: dict | tuple) -> tuple[dict, ...]:
+    """The parameter stacks of a model's layers, in order."""
+    return (layers,) if isinstance(layers, dict) else layers
+
+
+def depth(stack) -> int:
+    """Layers in a stack of parameters."""
+    return jax.tree.leaves(stack)[0].shape[0]
 
 
 class DecoderLayer(nn.Module):
-    """Attention and experts, each behind a norm, with residuals."""
+    """Attention and experts, each behind a norm, with residuals; `kind` replaces either."""
 
     config: ModelConfig
+    kind: LayerKind = LayerKind()
 
     @nn.compact
     def __call__(
         self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None, pages=None
     ):
-        eps = self.config.norm_eps
-        y, cache = Attention(self.config, name="attention")(
-            RMSNorm(eps, name="attention_norm")(x), positions, sites, cache, window, pages
+        cfg = self.config
+        norm = partial(RMSNorm, cfg.norm_eps, cfg.zero_centred_norms)
+        y, cache = self._attend(
+            norm(name="attention_norm")(x), positions, valid, sites, cache, window, pages
         )
         x = _add(x, y)
-        y, ids, balance = MoE(self.config, name="moe")(
-            RMSNorm(eps, name="moe_norm")(x), valid, sites, routes
-        )
+        h = norm(name="moe_norm")(x)
+        if self.kind.dense:
+            y = Mlp(cfg.dense_dim, name="mlp")(h)
+            ids, balance = jnp.full((*x.shape[:2], cfg.slots), NOT_RECORDED), jnp.float32(0.0)
+        else:
+            y, ids, balance = MoE(cfg, name="moe")(h, valid, sites, routes)
         return _add(x, y), cache, ids, balance
+
+    def _attend(self, h, positions, valid, sites, cache, window, pages):
+        if self.kind.linear:
+            layer = LinearAttention(self.config, name="linear_attention")
+            return layer(h, positions, valid, cache)
+        if self.config.latent.kv_rank:
+            layer = LatentAttention(self.config, name="attention")
+            return layer(h, positions, sites, cache)
+        layer = Attention(self.config, name="attention")
+        return layer(h, positions, sites, cache, window, pages)
 
 
 def _add(x, y):
@@ -143,41 +183,70 @@ def _add(x, y):
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
-    """FP32 parameters: {"embed", "layers" (stacked), "final_norm"[, "unembed"]}."""
-    if config.full_attention_every != 1:
-        raise ValueError("model.full_attention_every above 1 cannot be run yet; write 1")
-    layer = DecoderLayer(config)
+    """FP32 parameters: {"embed", "layers", "final_norm"[, "unembed"]}.
+
+    "layers" is one stack of all layers' parameters, or, where layers are not all of one
+    kind, a tuple of one stack for each run of layers that are.
+    """
+    embed_key, layer_key, unembed_key = jax.random.split(key, 3)
+    layer_keys = jax.random.split(layer_key, config.num_layers)
     sites = Sites(LayerSpec(fp4.LayerPrecision()), fp4.NO_GUIDANCE, SiteInputs())
     x = jnp.zeros((1, 1, config.hidden), config.dtype)
     at = jnp.zeros((1, 1), jnp.int32)
 
-    def one(key):
-        return layer.init(key, x, at, at == 0, sites)["params"]
+    def one(kind, key):
+        return DecoderLayer(config, kind).init(key, x, at, at == 0, sites)["params"]
 
-    embed_key, layer_key, unembed_key = jax.random.split(key, 3)
+    stacks = _by_kind(config, lambda kind, layers: jax.vmap(partial(one, kind))(layer_keys[layers]))
     table = (config.vocab_size, config.hidden)
+    first = jnp.zeros if config.zero_centred_norms else jnp.ones
     params = {
         "embed": nn.initializers.normal(0.02)(embed_key, table, jnp.float32),
-        "layers": jax.vmap(one)(jax.random.split(layer_key, config.num_layers)),
-        "final_norm": {"weight": jnp.ones(config.hidden, jnp.float32)},
+        "layers": stacks[0] if len(stacks) == 1 else stacks,
+        "final_norm": {"weight": first(config.hidden, jnp.float32)},
     }
     if not config.tie_embeddings:
         params["unembed"] = normal_init(config.hidden)(unembed_key, table, jnp.float32)
     return params
 
 
+def _by_kind(config: ModelConfig, make) -> tuple[dict, ...]:
+    """A stack for each run of layers of one kind; `make(kind, layers)` makes all of a kind."""
+    runs, taken = segments(config.layer_kinds), Counter()
+    of_kind = {
+        kind: [i for i, k in enumerate(config.layer_kinds) if k == kind] for *_, kind in runs
+    }
+    made = {kind: make(kind, jnp.array(layers)) for kind, layers in of_kind.items()}
+    stacks = []
+    for start, stop, kind in runs:
+        first = taken[kind]
+        taken[kind] += stop - start
+        stacks.append(jax.tree.map(lambda a, i=first, j=taken[kind]: a[i:j], made[kind]))
+    return tuple(stacks)
+
+
 def empty_cache(config, precision, batch: int, length: int) -> tuple:
-    """KV-cache for `batch` sequences of up to `length` tokens, one entry a precision segment."""
-    entries = []
-    for start, stop, formats_ in precision_runs(precision):
-        shape = (stop - start, batch, length, config.num_kv_heads)
-        entries.append(
-            {
-                "k": empty_plane(shape, config.head_dim, formats_.k, config.dtype),
-                "v": empty_plane(shape, config.head_dim, formats_.v, config.dtype),
-            }
-        )
-    return tuple(entries)
+    """Cache for `batch` sequences of up to `length` tokens, one entry a run of `layer_runs`.
+
+    Layers with softmax attention have planes of keys and values, those with linear
+    attention a state that does not grow; the axes of all leaves begin [layers, batch].
+    """
+    shapes = config.site_shapes()
+
+    def entry(layers, spec):
+        if spec.kind.linear:
+            return empty_state(config, (layers, batch))
+        return {
+            site: empty_plane(
+                (layers, batch, length, shapes[site].rows),
+                shapes[site].width,
+                getattr(spec.precision, site),
+                config.dtype,
+            )
+            for site in ("k", "v")
+        }
+
+    return tuple(entry(stop - start, spec) for start, stop, spec in layer_runs(config, precision))
 
 
 def apply(
@@ -204,8 +273,9 @@ def apply(
       numerics: formats, guided and recorded sites a layer.
       positions: int32 [B, S]; default 0..S-1. With a cache they say where to write.
       valid: bool [B, S]; padding is False and counts in no statistic.
-      cache: from `empty_cache`, or None (training). Its segments must be those of
-        `numerics`' precision.
+      cache: from `empty_cache`, or None (training). Its entries must be those of
+        `numerics`' precision. Linear attention goes on from its state, wherever
+        `positions` are, unless they begin at 0; `valid` tokens must come first.
       pages: the cache is one pool of pages a layer (paged.empty_pool), and this says
         where tokens stand in it.
       guidance: needed if `numerics` guides. Obeyed where `recorded`.
@@ -219,7 +289,6 @@ def apply(
         positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
     if valid is None:
         valid = jnp.ones((batch, length), bool)
-    layer = DecoderLayer(config)
     x = stored(params["embed"], config.dtype)[tokens]
     windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
     records, routed, balance = [], [], jnp.float32(0.0)
@@ -235,6 +304,7 @@ def apply(
             noise=noise,
         )
         sites = Sites(spec, numerics.plan, site_inputs, decoding=pages is not None)
+        layer = DecoderLayer(config, spec.kind)
         x, layer_cache, ids, layer_balance = layer.apply(
             {"params": layer_params},
             x,
@@ -249,7 +319,7 @@ def apply(
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
 
     by_layer = pages is not None  # decode wants its layers unrolled; training, scanned
-    runs = precision_runs(tuple(spec.precision for spec in numerics.layers))
+    runs = layer_runs(config, tuple(spec.precision for spec in numerics.layers))
     runs = [(i, i + 1, None) for i in range(config.num_layers)] if by_layer else runs
     caches = None if cache is None else [[] for _ in runs]
     slots = _guidance_slots(numerics)
@@ -257,7 +327,7 @@ def apply(
     for start, stop, spec in _by_layer(numerics.layers) if by_layer else segments(numerics.layers):
         run, cut = _cut(runs, start, stop)
         inputs = (
-            _layer_params(params["layers"], run, cut, start, stop),
+            _layer_params(params["layers"], start, stop),
             None if cache is None or by_layer else jax.tree.map(cut, cache[run]),
             None if routes is None else routes[start:stop],
             _stored(guidance, slots, start, stop, spec),
@@ -284,7 +354,7 @@ def apply(
         caches = tuple(caches)
     elif caches is not None:
         caches = tuple(jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in caches)
-    return Output(x, caches, record, balance / config.num_layers)
+    return Output(x, caches, record, balance / (config.num_layers - config.dense_layers))
 
 
 def _by_layer(specs):
@@ -292,21 +362,25 @@ def _by_layer(specs):
 
 
 def _cut(runs, start, stop):
-    """The precision run that holds layers start..stop, and the slicing of its stack."""
+    """The run that holds layers start..stop, and the slicing of its entries."""
     run = next(i for i, (first, last, _) in enumerate(runs) if first <= start < last)
     first = runs[run][0]
     return run, lambda a: a[start - first : stop - first]
 
 
-def _layer_params(layers, run, cut, start, stop):
-    """Parameters of layers start..stop from one stack, or from one a run (sync.py)."""
-    if isinstance(layers, dict):
-        return jax.tree.map(lambda a: a[start:stop], layers)
-    return jax.tree.map(cut, layers[run])
+def _layer_params(layers, start, stop):
+    """Parameters of layers start..stop, which lie in one of the stacks."""
+    first = 0
+    for stack in stacks_of(layers):
+        if start < first + depth(stack):
+            break
+        first += depth(stack)
+    return jax.tree.map(lambda a: a[start - first : stop - first], stack)
 
 
 def _final_norm(config, params, x):
-    return RMSNorm(config.norm_eps).apply({"params": params["final_norm"]}, x)
+    norm = RMSNorm(config.norm_eps, config.zero_centred_norms)
+    return norm.apply({"params": params["final_norm"]}, x)
 
 
 def _guidance_slots(numerics: Numerics) -> dict[str, list[int]]:

@@ -9,7 +9,13 @@ from jax.sharding import PartitionSpec as P
 PARAM_RULES = (
     (r"layers/moe/(gate_up|down)$", (None, "expert", "fsdp", None)),
     (r"layers/attention/[qkv]/weight$", (None, "tensor", "fsdp")),
-    (r"layers/attention/o/weight$", (None, "fsdp", "tensor")),
+    (r"layers/attention/kv_up$", (None, "tensor", None)),
+    (r"layers/(attention|linear_attention)/o/weight$", (None, "fsdp", "tensor")),
+    # Queries, keys and values of linear attention are one parameter: its rows stay whole.
+    (r"layers/attention/(q_down|kv_down)/weight$", (None, None, "fsdp")),
+    (r"layers/linear_attention/(qkv|gate)/weight$", (None, None, "fsdp")),
+    (r"layers/(mlp|moe/shared)/(gate|up)/weight$", (None, "tensor", "fsdp")),
+    (r"layers/(mlp|moe/shared)/down/weight$", (None, "fsdp", "tensor")),
     (r"(embed|unembed)$", ("tensor", "fsdp")),
     (r".*", ()),
 )

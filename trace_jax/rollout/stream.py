@@ -22,8 +22,9 @@ def _step(config: ModelConfig, precision: tuple[LayerPrecision, ...], temperatur
     @partial(jax.jit, donate_argnums=3)
     def step(params, tokens, start, kv, last, key):
         """Feeds tokens [1, n] from position `start`; draws the token after index `last`."""
-        positions = start + jnp.arange(tokens.shape[1])[None]
-        out = model.apply(config, params, tokens, spec, positions=positions, cache=kv)
+        at = jnp.arange(tokens.shape[1])[None]
+        arguments = {"positions": start + at, "valid": at <= last, "cache": kv}
+        out = model.apply(config, params, tokens, spec, **arguments)
         logits = model.logits(params, out.hidden[:, last])
         token, logp = sample(logits, key[None], (start + last + 1)[None], temperature)
         return token[0], logp[0], out.cache
@@ -55,7 +56,8 @@ def stream(
     tokens = np.zeros((1, padded), np.int32)
     tokens[0, : len(prompt)] = prompt
     step, key = _step(config, precision, temperature), jax.random.key(seed)
-    # Padding is written behind the prompt and overwritten before anything can see it.
+    # Keys of padding are written behind the prompt and overwritten before anything can see
+    # them; states pass it by, as it is not valid.
     start, last = 0, len(prompt) - 1
     for _ in range(max_tokens):
         token, logp, kv = step(params, tokens, jnp.int32(start), kv, jnp.int32(last), key)
