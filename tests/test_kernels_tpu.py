@@ -83,7 +83,7 @@ def test_refusals():
         em.expert_matmul(x, em.lay_out(w, layout="tpu"), routing, version="pallas_tpu")
     with pytest.raises(ValueError, match="layout 'hopper', not 'tpu'"):
         em.expert_matmul(x, em.lay_out(w, layout="tpu"), routing, version="hopper")
-    with pytest.raises(ValueError, match="takes NVFP4, not BF16"):
+    with pytest.raises(ValueError, match="takes FP4, not BF16"):
         em.lay_out(jnp.zeros((2, 16, 32), jnp.bfloat16), layout="tpu")
 
 

@@ -5,6 +5,7 @@ import io
 import json
 from functools import cache
 
+import golden_files
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,8 +77,11 @@ def test_the_model_is_the_checkpoints(checkpoint, upcycled):
     assert moe == dataclasses.replace(DENSE, num_experts=4, top_k=2, qk_norm=True)
 
 
-def test_a_run_folders_config_freezes_again(checkpoint):
-    config = freeze(settings(checkpoint))
+@pytest.mark.parametrize("family", golden_files.ALL)
+def test_a_run_folders_config_freezes_again(family):
+    """Of every family, whose nested settings JSON holds as lists and objects."""
+    config = freeze(settings(str(golden_files.GOLDEN / family)))
+    assert config.model == golden_files.checkpoint(family, "bfloat16")[0]
     assert freeze(json.loads(json.dumps(to_dict(config)))) == config
 
 

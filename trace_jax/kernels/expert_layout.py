@@ -189,8 +189,10 @@ def _check(weight, up, bias, up_bias, layout: str) -> None:
         raise ValueError(f"expert weights: K is {weight.shape[-1]}; give a multiple of 16")
     if (up_bias is None) != (up is None or bias is None):
         raise ValueError("expert weights: give bias and up_bias for gated weights, or neither")
-    if layout == "tpu" and (bias is not None or not isinstance(weight, QTensor)):
-        raise ValueError("expert weights: layout 'tpu' takes FP4 without bias; write 'hopper'")
+    if layout == "tpu" and not isinstance(weight, QTensor):
+        raise ValueError("expert weights: layout 'tpu' takes FP4, not BF16; write 'hopper'")
+    if layout == "tpu" and bias is not None:
+        raise ValueError("expert weights: layout 'tpu' takes no bias; write 'hopper'")
 
 
 # --- back from the layouts -----------------------------------------------------------------
