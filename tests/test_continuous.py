@@ -347,6 +347,23 @@ def test_the_kernels_give_the_same_policy_on_a_gpu(shape):
     assert share > 0.98 and gap < 0.15 and same > 0.6, (share, gap, same)
 
 
+@pytest.mark.gpu
+def test_the_kernels_draw_the_same_tokens_alone_and_in_company():
+    run = kernel_engine(KERNEL_MODEL, True)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, helpers.VOCAB, n) for n in (3, 70, 64, 130)]
+
+    def draw(rows):
+        fresh(run)
+        made = [run.submit(row, prompts[row], request_key(row), 40) for row in rows]
+        while not run.scheduler.idle:
+            run.step()
+        return [(s.tokens, s.logp) for s in made]
+
+    together = draw(range(4))
+    assert together == [draw([row])[0] for row in range(4)]
+
+
 def test_what_the_kernels_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="head sizes of 64, 128 or 256, not 24"):
         ContinuousEngine(config(cache_config=KERNEL_CACHE), 2)
