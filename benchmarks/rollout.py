@@ -44,6 +44,12 @@ CONFIG = config_flags.DEFINE_config_file(
 flags.DEFINE_integer("layers", 0, "layers to keep, for a quick look; 0: all")
 flags.DEFINE_integer("steps", 32, "decode steps of a dispatch")
 flags.DEFINE_integer("dispatches", 4, "timed dispatches of a case; the median counts")
+flags.DEFINE_string(
+    "mix",
+    "",
+    "instead of the cases: precision:slots:requests:prompt, responses of long-tailed length "
+    "through admission, prefill and decode; the row joins those in --out",
+)
 flags.DEFINE_integer("top", 0, "kernels of the profile to print, longest first")
 flags.DEFINE_list("cases", [], "precision:batch:context:regime; default: those of the table")
 flags.DEFINE_string("commit", "", "commit to name in the header; default: ask git")
@@ -267,7 +273,7 @@ def run_case(case: Case, config, params, compiled, copy: float) -> dict:
     times, parts = timed(engine, FLAGS.steps)
     ms = float(np.median(times))
     row = {
-        "model": pathlib.Path(config_flags.get_config_filename(FLAGS["config"])).stem,
+        "model": _model_name(),
         "layers": config.num_layers,
         "precision": case.precision,
         "batch": case.batch,
@@ -285,6 +291,62 @@ def run_case(case: Case, config, params, compiled, copy: float) -> dict:
           f"{row['share_of_ceiling']:.3f} of ceiling, {parts}, "
           f"{time.perf_counter() - start:.0f} s", flush=True)  # fmt: skip
     return row
+
+
+# --- requests that come and go ---
+
+
+def run_mix(text: str, config) -> dict:
+    """Tokens a second of whole requests: random prompts, log-normal response lengths."""
+    precision, *numbers = text.split(":")
+    slots, requests, prompt = map(int, numbers)
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(5.0, 1.0, requests)), 8, 2048).astype(int)
+    length = prompt + int(lengths.max())
+    pages_each = -(-length // kv_pages.PAGE)
+    cache = CacheConfig(
+        slots=slots, pages=slots * pages_each + 1, length=length, steps=16, chunk=512,
+        prefill_rows=4, kernels=True,
+    )  # fmt: skip
+    plan = COMPACT if "guidance" in precision else fp4.NO_GUIDANCE
+    format_ = precision.split("+")[0]
+    formats_ = precision_of(format_, config.num_layers)
+    engine = ContinuousEngine(
+        ProgramConfig(config, formats_, cache, eos_ids=(), plan=plan), requests, record_on="host"
+    )
+    engine.load(random_params(config, format_))
+    keys = jax.random.split(jax.random.key(2), requests)
+
+    def submit(rows):
+        for row in rows:
+            tokens = rng.integers(1, config.vocab_size, prompt)
+            engine.submit(row, tokens, keys[row], int(lengths[row]))
+
+    submit([int(np.argmin(lengths))])  # compiles
+    while not engine.scheduler.idle:
+        engine.step()
+    engine.counts = type(engine.counts)()
+    start = time.perf_counter()
+    submit(range(requests))
+    while not engine.scheduler.idle:
+        engine.step()
+    seconds = time.perf_counter() - start
+    counts = engine.counts
+    steps = counts.dispatches * cache.steps
+    row = {
+        "model": _model_name(), "layers": config.num_layers, "precision": precision,
+        "batch": slots, "context": prompt, "regime": f"{requests} requests, long-tailed",
+        "tokens_per_s": round(counts.drawn / seconds, 1), "seconds": round(seconds, 3),
+        "slots_busy": round(1 - counts.idle_steps / (steps * slots), 4),
+        "longest_share": round(float(lengths.mean() / lengths.max()), 4),
+        "counts": dataclasses.asdict(counts), "compilations": engine.compilations(),
+    }  # fmt: skip
+    print(row, flush=True)
+    return row
+
+
+def _model_name() -> str:
+    return pathlib.Path(config_flags.get_config_filename(FLAGS["config"])).stem
 
 
 # --- all of them ------------------------------------------------------------------------
@@ -309,6 +371,12 @@ def main(_):
     config = freeze(CONFIG.value).model
     if FLAGS.layers:
         config = dataclasses.replace(config, num_layers=FLAGS.layers)
+    if FLAGS.mix:
+        path = pathlib.Path(FLAGS.out)
+        have = json.loads(path.read_text()) if path.exists() else {"rows": []}
+        have["rows"].append(run_mix(FLAGS.mix, config))
+        path.write_text(json.dumps(have, indent=1) + "\n")
+        return
     copy = copy_bandwidth()
     print(f"copy {copy / 1e6:.3f} TB/s", flush=True)
     cases = [Case.parse(text) for text in FLAGS.cases or CASES]

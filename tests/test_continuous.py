@@ -260,28 +260,48 @@ def test_records_that_leave_for_the_host_are_the_same():
 KERNEL_MODEL = dataclasses.replace(
     helpers.MOE, hidden=64, head_dim=64, num_heads=4, num_kv_heads=2, expert_dim=64
 )
+# GPT-OSS's parts: biases, clamped SwiGLU, sinks, a window in some layers, no head norm.
+OSS_MODEL = dataclasses.replace(
+    KERNEL_MODEL,
+    attention_bias=True,
+    moe_bias=True,
+    swiglu_limit=7.0,
+    sinks=True,
+    windows=(70, 0, 70),
+    qk_norm=False,
+)
+KERNEL_MODELS = pytest.mark.parametrize("shape", (KERNEL_MODEL, OSS_MODEL), ids=("qwen3", "oss"))
 KERNEL_CACHE = CacheConfig(
     slots=4, pages=24, length=200, steps=4, chunk=64, prefill_rows=2, kernels=True
 )
 
 
-def kernel_engine(kernels: bool, **settings) -> ContinuousEngine:
+def kernel_engine(model_config, kernels: bool) -> ContinuousEngine:
     shape = dataclasses.replace(KERNEL_CACHE, kernels=kernels)
-    settings = {"temperature": 1.0, "plan": helpers.ONE_BIT} | settings
-    programs = ProgramConfig(KERNEL_MODEL, helpers.PRECISIONS["nvfp4"], shape, (), **settings)
+    settings = {"temperature": 1.0, "plan": helpers.ONE_BIT}
+    programs = ProgramConfig(model_config, helpers.PRECISIONS["nvfp4"], shape, (), **settings)
     run = ContinuousEngine(programs, 4)
-    run.load(_calm_params())
+    run.load(_calm_params(model_config))
     return run
 
 
 @cache
-def _calm_params():
+def _calm_params(model_config):
     """Parameters whose log-probs do not leap when one code falls the other way."""
-    params = helpers._init(KERNEL_MODEL, jax.random.key(0))
-    return helpers.to_rollout({**params, "embed": 4 * params["embed"]}, helpers.PRECISIONS["nvfp4"])
+    params = helpers._init(model_config, jax.random.key(0))
+    rng = np.random.default_rng(0)
+
+    def spread(path, a):
+        name = jax.tree_util.keystr(path)
+        if "bias" in name or "sinks" in name:
+            return rng.normal(size=a.shape).astype(np.float32)
+        return 4 * a if "embed" in name else a
+
+    params = jax.tree_util.tree_map_with_path(spread, params)
+    return helpers.to_rollout(params, helpers.PRECISIONS["nvfp4"])
 
 
-def agreement_of_kernels(kernels_run, plain_run):
+def agreement_of_kernels(model_config):
     """Both engines on prompts that end inside, at and after a page.
 
     Returns the share of prefilled tokens' guidance bytes that agree, and the mean gap of
@@ -292,7 +312,10 @@ def agreement_of_kernels(kernels_run, plain_run):
     prompts = rng.integers(1, helpers.VOCAB, (4, 150))
     ids = jnp.arange(4, dtype=jnp.int32)
     keys = request_keys(0, 0, ids, ids)
-    mine, theirs = (r.generate(prompts, lengths, keys, 1, new) for r in (kernels_run, plain_run))
+    mine, theirs = (
+        kernel_engine(model_config, kernels).generate(prompts, lengths, keys, 1, new)
+        for kernels in (True, False)
+    )
     np.testing.assert_array_equal(np.asarray(mine.guidance.recorded).sum(1), lengths + new - 1)
     prefilled = np.arange(mine.tokens.shape[1])[None] < lengths[:, None] - 1
     leaves = (jax.tree.leaves(r.guidance.sites) for r in (mine, theirs))
@@ -311,15 +334,34 @@ def agreement_of_kernels(kernels_run, plain_run):
 # order; in a model this narrow one code that falls the other way moves a log-prob by 0.1.
 
 
-def test_the_kernels_layouts_give_the_same_policy():
-    share, gap, same = agreement_of_kernels(kernel_engine(True), kernel_engine(False))
+@KERNEL_MODELS
+def test_the_kernels_layouts_give_the_same_policy(shape):
+    share, gap, same = agreement_of_kernels(shape)
     assert share == 1.0 and gap < 0.1 and same > 0.8, (share, gap, same)
 
 
 @pytest.mark.gpu
-def test_the_kernels_give_the_same_policy_on_a_gpu():
-    share, gap, same = agreement_of_kernels(kernel_engine(True), kernel_engine(False))
+@KERNEL_MODELS
+def test_the_kernels_give_the_same_policy_on_a_gpu(shape):
+    share, gap, same = agreement_of_kernels(shape)
     assert share > 0.98 and gap < 0.15 and same > 0.6, (share, gap, same)
+
+
+@pytest.mark.gpu
+def test_the_kernels_draw_the_same_tokens_alone_and_in_company():
+    run = kernel_engine(KERNEL_MODEL, True)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, helpers.VOCAB, n) for n in (3, 70, 64, 130)]
+
+    def draw(rows):
+        fresh(run)
+        made = [run.submit(row, prompts[row], request_key(row), 40) for row in rows]
+        while not run.scheduler.idle:
+            run.step()
+        return [(s.tokens, s.logp) for s in made]
+
+    together = draw(range(4))
+    assert together == [draw([row])[0] for row in range(4)]
 
 
 def test_what_the_kernels_cannot_hold_is_refused():

@@ -10,6 +10,7 @@ from trace_jax.model.layers import KEPT_FP32, Dtype, expert_weight
 from trace_jax.model.transformer import depth, segments, stacks_of
 
 EXPERT_WEIGHTS = ("gate_up", "down")
+BIASES = ("gate_up_bias", "down_bias")
 
 
 def to_rollout(params: dict, precision: tuple[LayerPrecision, ...]) -> dict:
@@ -79,30 +80,41 @@ def by_layer(params: dict, kernels: bool) -> dict:
 
 
 def _with_kernel_weights(layer: dict) -> dict:
-    one = jax.tree.map(lambda a: a[0], {name: layer["moe"][name] for name in EXPERT_WEIGHTS})
-    gate_up = one["gate_up"]
-    half = gate_up.shape[-2] // 2
-    if isinstance(gate_up, QTensor):
-        parts = [
-            gate_up.replace(
-                packed=gate_up.packed[:, rows], block_scale=gate_up.block_scale[:, rows]
-            )
-            for rows in (slice(None, half), slice(half, None))
-        ]
-    else:
-        parts = [gate_up[:, :half], gate_up[:, half:]]
-    laid_out = {"gate_up": lay_out(*parts), "down": lay_out(one["down"])}
-    moe = layer["moe"] | jax.tree.map(lambda a: a[None], laid_out)
-    return {**layer, "moe": moe, "attention": _with_one_projection(layer["attention"])}
+    layer = {**layer, **_with_one_projection(layer)}
+    if "moe" not in layer:
+        return layer
+    moe = layer["moe"]
+    one = jax.tree.map(lambda a: a[0], {n: moe[n] for n in (*EXPERT_WEIGHTS, *BIASES) if n in moe})
+    half = one["gate_up"].shape[-2] // 2
+    halves = [_rows(one["gate_up"], rows) for rows in (slice(None, half), slice(half, None))]
+    gate_bias, up_bias, down_bias = None, None, None
+    if "gate_up_bias" in one:
+        gate_bias, up_bias = jnp.split(one["gate_up_bias"].astype(jnp.float32), 2, axis=-1)
+        down_bias = one["down_bias"].astype(jnp.float32)
+    laid_out = {
+        "gate_up": lay_out(*halves, bias=gate_bias, up_bias=up_bias),
+        "down": lay_out(one["down"], bias=down_bias),
+    }
+    return {**layer, "moe": moe | jax.tree.map(lambda a: a[None], laid_out)}
 
 
-def _with_one_projection(attention: dict) -> dict:
+def _rows(weight: QTensor | jax.Array, rows: slice) -> QTensor | jax.Array:
+    """Some of the outputs of weights [experts, N, K]."""
+    if not isinstance(weight, QTensor):
+        return weight[:, rows]
+    packed, scales = weight.packed[:, rows], weight.block_scale[:, rows]
+    return weight.replace(packed=packed, block_scale=scales)
+
+
+def _with_one_projection(layer: dict) -> dict:
     """Queries, keys and values by one product: their weights stacked along the outputs."""
-    if "q" not in attention:
-        return attention
+    attention = layer.get("attention", {})
+    if not {"q", "k", "v"} <= attention.keys():
+        return {}
     rest = {name: value for name, value in attention.items() if name not in ("q", "k", "v")}
     parts = [attention[name] for name in ("q", "k", "v")]
-    return {**rest, "qkv": jax.tree.map(lambda *a: jnp.concatenate(a, axis=1), *parts)}
+    joined = jax.tree.map(lambda *a: jnp.concatenate(a, axis=1), *parts)
+    return {"attention": {**rest, "qkv": joined}}
 
 
 def weight_bytes(params: dict) -> int:

@@ -290,75 +290,90 @@ def apply(
     if valid is None:
         valid = jnp.ones((batch, length), bool)
     x = stored(params["embed"], config.dtype)[tokens]
-    windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
-    records, routed, balance = [], [], jnp.float32(0.0)
 
-    def step(spec, carry, inputs):
+    def step(spec, carry, inputs: _Layer, layer_cache, window):
         x, balance = carry
-        layer_params, layer_cache, layer_routes, stored, key, window = inputs
         site_inputs = SiteInputs(
-            stored=stored or {},
+            stored=inputs.stored or {},
             obey=None if guidance is None else guidance.recorded,
             guard=guard,
-            noise_key=key,
+            noise_key=inputs.noise_key,
             noise=noise,
         )
         sites = Sites(spec, numerics.plan, site_inputs, decoding=pages is not None)
+        where = (positions, valid, sites, layer_cache, inputs.routes, window, pages)
         layer = DecoderLayer(config, spec.kind)
-        x, layer_cache, ids, layer_balance = layer.apply(
-            {"params": layer_params},
-            x,
-            positions,
-            valid,
-            sites,
-            layer_cache,
-            layer_routes,
-            window,
-            pages,
-        )
+        x, layer_cache, ids, layer_balance = layer.apply({"params": inputs.params}, x, *where)
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
 
-    by_layer = pages is not None  # decode wants its layers unrolled; training, scanned
-    runs = layer_runs(config, tuple(spec.precision for spec in numerics.layers))
-    runs = [(i, i + 1, None) for i in range(config.num_layers)] if by_layer else runs
-    caches = None if cache is None else [[] for _ in runs]
     slots = _guidance_slots(numerics)
     noise_keys = None if noise_key is None else jax.random.split(noise_key, config.num_layers)
-    for start, stop, spec in _by_layer(numerics.layers) if by_layer else segments(numerics.layers):
-        run, cut = _cut(runs, start, stop)
-        inputs = (
+
+    def inputs_of(start, stop, spec) -> _Layer:
+        return _Layer(
             _layer_params(params["layers"], start, stop),
-            None if cache is None or by_layer else jax.tree.map(cut, cache[run]),
             None if routes is None else routes[start:stop],
             _stored(guidance, slots, start, stop, spec),
             None if noise_keys is None else noise_keys[start:stop],
-            None if windows is None or by_layer else windows[start:stop],
         )
-        if by_layer:
-            here = [jax.tree.map(lambda a: a[0], part) for part in inputs]
-            here[1], here[5] = cache[start], config.windows[start] if config.windows else None
-            (x, balance), (new_cache, *outs) = step(spec, (x, balance), here)
-            caches[run] = new_cache
-            ids, outputs = jax.tree.map(lambda a: a[None], outs)
-        else:
-            body = lambda carry, inputs, spec=spec: step(spec, carry, inputs)
-            body = jax.checkpoint(body, prevent_cse=False) if remat else body
-            (x, balance), (new_cache, ids, outputs) = jax.lax.scan(body, (x, balance), inputs)
-            if caches is not None:
-                caches[run].append(new_cache)
+
+    carry = (x, jnp.float32(0.0))
+    if pages is None:
+        run = partial(_scan_layers, config, numerics, remat=remat)
+    else:
+        run = partial(_unroll_layers, config, numerics)
+    (x, balance), caches, routed, records = run(step, carry, inputs_of, cache)
+    record = Record(*_merge(records), jnp.concatenate(routed))
+    balance = balance / (config.num_layers - config.dense_layers)
+    return Output(_final_norm(config, params, x), caches, record, balance)
+
+
+class _Layer(NamedTuple):
+    """What one layer, or with a leading axis a run of layers, is given besides its cache."""
+
+    params: dict
+    routes: jax.Array | None
+    stored: dict | None
+    noise_key: jax.Array | None
+
+
+def _scan_layers(config, numerics, step, carry, inputs_of, cache, *, remat):
+    """Runs the layers segment by segment, each one scan: carry, caches, routes, outputs."""
+    runs = layer_runs(config, tuple(spec.precision for spec in numerics.layers))
+    windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
+    caches = None if cache is None else [[] for _ in runs]
+    routed, records = [], []
+    for start, stop, spec in segments(numerics.layers):
+        run, cut = _cut(runs, start, stop)
+        given = (
+            inputs_of(start, stop, spec),
+            None if cache is None else jax.tree.map(cut, cache[run]),
+            None if windows is None else windows[start:stop],
+        )
+        body = lambda carry, given, spec=spec: step(spec, carry, *given)
+        body = jax.checkpoint(body, prevent_cse=False) if remat else body
+        carry, (new_cache, ids, outputs) = jax.lax.scan(body, carry, given)
+        if caches is not None:
+            caches[run].append(new_cache)
         routed.append(ids)
         records.append(outputs)
-    x = _final_norm(config, params, x)
-    record = Record(*_merge(records), jnp.concatenate(routed))
-    if by_layer:
-        caches = tuple(caches)
-    elif caches is not None:
+    if caches is not None:
         caches = tuple(jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in caches)
-    return Output(x, caches, record, balance / (config.num_layers - config.dense_layers))
+    return carry, caches, routed, records
 
 
-def _by_layer(specs):
-    return [(i, i + 1, spec) for i, spec in enumerate(specs)]
+def _unroll_layers(config, numerics, step, carry, inputs_of, cache):
+    """The same layer by layer, as decode wants it; the caches are one pool a layer."""
+    caches, routed, records = [], [], []
+    for i, spec in enumerate(numerics.layers):
+        inputs = jax.tree.map(lambda a: a[0], inputs_of(i, i + 1, spec))
+        window = config.windows[i] if config.windows else None
+        carry, (pool, *left) = step(spec, carry, inputs, cache[i], window)
+        ids, outputs = jax.tree.map(lambda a: a[None], left)
+        caches.append(pool)
+        routed.append(ids)
+        records.append(outputs)
+    return carry, tuple(caches), routed, records
 
 
 def _cut(runs, start, stop):

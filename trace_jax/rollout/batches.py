@@ -130,6 +130,8 @@ def _kernels_fit(model: ModelConfig, precision: tuple[LayerPrecision, ...]) -> b
     reasons = {cuda_build.hopper_refusal()} | {
         paged.kernel_refusal(model, formats_, PAGE) for formats_ in precision
     }
+    if model.hidden % 16 or model.expert_dim % 16:
+        reasons.add(f"widths {model.hidden} and {model.expert_dim} are no multiples of 16")
     reasons.discard(None)
     if reasons and dispatch.platform() == "gpu":
         logger.info("rollout engine: plain XLA, since %s", "; ".join(sorted(reasons)))

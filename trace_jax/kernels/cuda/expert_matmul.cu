@@ -50,7 +50,8 @@ struct Config {
   static constexpr int kStageBytes = kWeightBytes + NMAX / 8 * kGroupBytes;
   static constexpr int kSumBytes = kTiles * 512;
   static constexpr int kInfoBytes = kInfoRing * NMAX * 8;
-  static constexpr int kShared = STAGES * (kStageBytes + 16) + kSumBytes + kInfoBytes + Table::kBytes;
+  static constexpr int kShared =
+      STAGES * (kStageBytes + 16) + kSumBytes + kInfoBytes + Table::kBytes;
 };
 
 // A ring position and the parity of its barriers.

@@ -21,7 +21,8 @@ __device__ __forceinline__ void wgmma_wait() {
 // would cost as much as the decoding of a pair.)
 __device__ __forceinline__ uint64_t operand_b(uint32_t address, uint32_t stride) {
   uint64_t descriptor;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"((address >> 4) | (8u << 16)), "r"(stride >> 4));
+  asm("mov.b64 %0, {%1, %2};"
+      : "=l"(descriptor) : "r"((address >> 4) | (8u << 16)), "r"(stride >> 4));
   return descriptor;
 }
 
