@@ -7,19 +7,21 @@ import dataclasses
 from functools import cache, partial
 
 import jax
+import numpy as np
 from helpers import SHAPE
 
 from trace_jax import config as settings
 from trace_jax import evaluate, loop
 from trace_jax.config import Config, default, freeze
 from trace_jax.metrics import read_metrics
-from trace_jax.parallel import make_mesh
+from trace_jax.parallel import make_mesh, to_host
 from trace_jax.rl.learner import Learner
 from trace_jax.rollout import Engine, engine, make_engine
 from trace_jax.warmup import WarmStart
 
 QUICK = {"xla_backend_optimization_level": 0}  # halves the compile time, changes no meaning
 STEPS = 4
+LOW = 64
 
 
 def tiny(mode: str = "trace", **groups) -> Config:
@@ -42,6 +44,14 @@ def tiny_tree(mode: str = "trace", **groups):
     for name, values in groups.items():
         config[name].update(values)
     return config
+
+
+def low_tokens(rollout, prompts, tokenizer, samples):
+    """A reward that any model can move: the share of response tokens below LOW."""
+    mask = to_host(rollout.mask)
+    share = ((to_host(rollout.tokens) < LOW) & mask).sum(1) / np.maximum(mask.sum(1), 1)
+    rewards = share.astype(np.float32).reshape(-1, samples)
+    return rewards, np.broadcast_to(prompts.live[:, None], rewards.shape)
 
 
 @cache

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_helpers import STEPS, rows_of, share_compiled, shared_learner, tiny
+from run_helpers import STEPS, low_tokens, rows_of, share_compiled, shared_learner, tiny
 
 from trace_jax import config as settings
 from trace_jax import loop, modes
@@ -27,16 +27,7 @@ from trace_jax.metrics import read_metrics
 from trace_jax.parallel import make_mesh
 from trace_jax.tasks import batch_indices
 
-LOW = 64
 SITES = ("k", "v", "expert_in", "expert_mid")
-
-
-def low_tokens(rollout, prompts, tokenizer, samples):
-    """A reward that any model can move: the share of response tokens below LOW."""
-    mask = np.asarray(rollout.mask)
-    share = ((np.asarray(rollout.tokens) < LOW) & mask).sum(1) / np.maximum(mask.sum(1), 1)
-    rewards = share.astype(np.float32).reshape(-1, samples)
-    return rewards, np.broadcast_to(prompts.live[:, None], rewards.shape)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,6 +10,7 @@ from trace_jax.fp4 import formats
 from trace_jax.ledger import canonical, fed_tokens
 from trace_jax.model.sites import Codes
 from trace_jax.rollout import Rollout
+from trace_jax.rollout.record import map_rows
 
 ORDER = ("k", "v", "expert_in", "expert_mid")  # as a layer computes them
 
@@ -36,12 +37,7 @@ class Parting(NamedTuple):
 
 def first_rows(rollout: Rollout, rows: int) -> Rollout:
     """The rollout's first `rows` sequences, without the guidance of the others."""
-
-    def cut(path, a):
-        by_layer = any(getattr(k, "name", "") in ("sites", "routes", "audit") for k in path)
-        return a[:, :rows] if by_layer else a[:rows]
-
-    return jax.tree_util.tree_map_with_path(cut, rollout)
+    return map_rows(lambda a, axis: a[(slice(None),) * axis + (slice(rows),)], rollout)
 
 
 def first_parting(rollout: Rollout, trainer: dict[str, Codes], precision) -> Parting | None:

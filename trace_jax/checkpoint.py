@@ -108,7 +108,8 @@ class Checkpointer:
         Args:
             step: never replaced by another: if the newest is damaged, None raises.
             like: pytree of arrays, ShapeDtypeStructs, NumPy arrays or Python numbers; its
-                shardings decide where arrays go, whatever mesh saved them.
+                shardings decide where arrays go, whatever mesh saved them. Or a function that
+                makes it from the metadata.
 
         Raises:
             CheckpointError: no such step, a damaged one, or a leaf that differs in name, dtype
@@ -116,6 +117,7 @@ class Checkpointer:
         """
         folder = self._trusted(step)
         body = read_body(folder)
+        like = like(body["metadata"]) if callable(like) else like
         wanted = _named_leaves(like)
         _check_leaves(body["leaves"], wanted, folder)
         how = {k: _restore_args(v) for k, v in wanted if 0 not in body["leaves"][k][1]}

@@ -85,6 +85,7 @@ class RLConfig:
     samples: int = 8  # responses a prompt
     minibatches: int = 1  # optimizer steps a rollout
     micro_batches: int = 1  # gradient accumulation within an optimizer step
+    max_version_lag: int = 0  # policy versions that generation may run ahead; 0: on-policy
     old_logprobs: str = "learner"  # whose log-probs the ratio is against: learner | rollout
     correction: str = "none"  # none | tis | icepop | sequence_mask
     correction_cap: float = 5.0
@@ -356,6 +357,7 @@ _AT_LEAST = {
     "rl.prompts_per_step": 1,
     "rl.minibatches": 1,
     "rl.micro_batches": 1,
+    "rl.max_version_lag": 0,
     "rl.logprob_chunk": 1,
     "rl.kl_coef": 0,
     "rl.score_centering": 0,
@@ -422,6 +424,12 @@ def _validate(c: Config) -> None:
         not c.rl.score_centering or c.rl.correction == "none",
         f"rl.score_centering is {c.rl.score_centering} with rl.correction {c.rl.correction!r}; "
         "write rl.correction='none', the two together are not implemented",
+    )
+    require(
+        not c.rl.score_centering or c.rl.max_version_lag == 0,
+        f"rl.score_centering is {c.rl.score_centering} with rl.max_version_lag "
+        f"{c.rl.max_version_lag}, and the weights that drew a stale rollout are gone; write 0 for "
+        "one of the two",
     )
     parts = c.rl.minibatches * c.rl.micro_batches
     require(

@@ -20,13 +20,15 @@ from trace_jax.draws import STRIDE, Draw, fill
 from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
-from trace_jax.parallel import make_mesh, shard_params, shard_rows
-from trace_jax.play import Played, Player, engine_shape, episode_counts
+from trace_jax.parallel import make_mesh, rows_sharding, shard_params, shard_rows, to_host
+from trace_jax.play import Played, Player, engine_shape, episode_counts, shard_record
 from trace_jax.pretrained import run_params, run_tokenizer
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
 from trace_jax.rollout import Engine, EngineConfig, Rollout, make_engine
+from trace_jax.rollout.record import map_rows
 from trace_jax.rollout.sampling import request_keys
+from trace_jax.rollout_queue import Launched, RolloutQueue, check_groups
 from trace_jax.runs import create_run_dir
 from trace_jax.scoring import choose, episode_rewards, make_prompts, problem_set, score
 from trace_jax.warmup import WarmStart, encode_examples
@@ -155,6 +157,7 @@ class Trainer:
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, self.mesh)
         self.learner = Learner(config, self.mode)
+        self.queue = RolloutQueue(config.rl.max_version_lag)
         evaluator = functools.cache(
             lambda precision: Evaluator(config, precision, self.mesh, self.actor.tokenizer)
         )
@@ -189,23 +192,31 @@ class Trainer:
         return state
 
     def save(self, step: int, state: dict, before: dict) -> Path:
-        return self.checkpoints.save(step, state, {"step": step, "before": before})
+        draws = self.queue.judged(lambda launched: self._judge(launched, Clock()))
+        if draws:
+            kept = ("rollout", "rewards", "valid")
+            state = state | {"queue": [{k: getattr(d, k) for k in kept} for d in draws]}
+        metadata = {"step": step, "before": before, "queue": [d.counts for d in draws]}
+        return self.checkpoints.save(step, state, metadata)
 
     def restore(self, like: dict) -> tuple[int, dict, dict]:
-        """(step, state, evaluation before RL) of the newest checkpoint."""
-        state, metadata = self.checkpoints.restore(None, like)
-        return metadata["step"], state, metadata["before"]
+        """(step, state, evaluation before RL) of the newest checkpoint; the queue is refilled."""
 
-    # --- the recorded rollout of experiments.audit ---
+        def with_queue(metadata):
+            waiting = len(metadata["queue"])
+            return like | ({"queue": [self._draw_like()] * waiting} if waiting else {})
 
-    def record_audit(self, step: int, train: TrainState) -> None:
-        """Saves a few sequences sampled by the policy of checkpoint `step`."""
-        params = self.actor.sync(train.params)
-        rollout = self.actor.generate(params, self.actor.prompts(step), step, train.version)
-        rows = first_rows(rollout, self.config.ledger.audit_rows)
-        self.audits.save(step, rows, {"step": step})
+        state, metadata = self.checkpoints.restore(None, with_queue)
+        step, samples = metadata["step"], self.config.rl.samples
+        kept = zip(state.pop("queue", []), metadata["queue"], strict=True)
+        draws = [Draw(**arrays, counts=counts) for arrays, counts in kept]
+        for at, draw in enumerate(draws, step):
+            check_groups(draw.rollout, self.actor.prompts(at), samples, self.queue.version_of(at))
+        self.queue.load(draws)
+        return step, state, metadata["before"]
 
-    def load_audit(self) -> Rollout:
+    def _rollout_like(self, rows: int) -> Rollout:
+        """Shapes, dtypes and layout of a rollout's first `rows` sequences."""
         train = jax.eval_shape(lambda: new_state(self.fresh_params(), self.learner.tx))
         prompts = self.actor.prompts(0)
 
@@ -213,10 +224,35 @@ class Trainer:
             keys = jax.random.split(jax.random.key(0), self.config.rows)
             plain = Engine(self.actor.engine.config)  # of the same shapes, and can be traced
             rollout = plain(params, *self.actor.player.opening(prompts), keys)
-            return first_rows(rollout, self.config.ledger.audit_rows)
+            return first_rows(rollout, rows)
 
-        like = jax.eval_shape(lambda p: sampled(self.actor.sync(p)), train.params)
-        return self.audits.restore(None, like)[0]
+        def placed(a, axis):
+            return jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=rows_sharding(a.shape, axis, self.mesh)
+            )
+
+        return map_rows(placed, jax.eval_shape(lambda p: sampled(self.actor.sync(p)), train.params))
+
+    def _draw_like(self) -> dict:
+        rl = self.config.rl
+        shape = (rl.prompts_per_step, rl.samples)
+        return {
+            "rollout": self._rollout_like(self.config.rows),
+            "rewards": np.zeros(shape, np.float32),
+            "valid": np.zeros(shape, bool),
+        }
+
+    # --- the recorded rollout of experiments.audit ---
+
+    def record_audit(self, step: int, train: TrainState) -> None:
+        """Saves a few sequences sampled by the policy of checkpoint `step`."""
+        params, version = self.actor.sync(train.params), np.int32(train.version)
+        rollout = self.actor.generate(params, self.actor.prompts(step), step, version)
+        rows = first_rows(rollout, self.config.ledger.audit_rows)
+        self.audits.save(step, rows, {"step": step})
+
+    def load_audit(self) -> Rollout:
+        return self.audits.restore(None, self._rollout_like(self.config.ledger.audit_rows))[0]
 
     # --- one iteration -------------------------------------------------------------
 
@@ -227,63 +263,82 @@ class Trainer:
         with clock.part("sync") as ready:
             params = self.actor.sync(train.params)
             ready(params)
-        draw = lambda at: self._draw(params, at, train.version, clock)
-        first = draw(step)
+        version = int(train.version)
+        launch = lambda at: self._launch(params, at, version, clock)
+        judge = lambda launched: self._judge(launched, clock)
+        self.queue.fill(step, launch)
+        first = self.queue.take(step, judge)
         drawn = first
         if self.learner.settings["dynamic_sampling"]:
-            drawn = fill(first, lambda i: draw(step + i * STRIDE))
+            drawn = fill(first, lambda i: judge(launch(step + i * STRIDE)))
+            drawn = drawn._replace(rollout=shard_record(drawn.rollout, self.mesh))
         with clock.part("ledger") as ready:
             codes = self.code_ledger(
                 first.rollout, *self.learner.audit(train.params, first.rollout, train.version)
             )
             ready(codes)
-        rollout = drawn.rollout
+        rollout, lag = drawn.rollout, version - to_host(drawn.rollout.version)
         with clock.part("train") as ready:
-            advantages, live = self._advantages(drawn.rewards, drawn.valid)
+            advantages, live = self._advantages(drawn.rewards, drawn.valid, lag)
             old, ref = self._fixed_logprobs(train, state, rollout)
             head = self.learner.sampler_head(params, rollout) if c.rl.score_centering else None
             train, metrics = self.learner.update(train, rollout, advantages, live, old, ref, head)
             ready(metrics)
         self._check(train, step)
-        metrics = {k: float(v) for k, v in jax.device_get({**metrics, **codes}).items()}
-        metrics = {("train/" + k if "/" not in k else k): v for k, v in metrics.items()}
-        metrics["mismatch/k3"] = metrics.pop("mismatch/kl_k3")
-        # Of the first draw: groups that were drawn again are not a fair sample.
-        stats = group_stats(first.rewards, first.valid)
-        metrics |= {f"reward/{k}": float(v) for k, v in stats.items()}
-        metrics["reward/mean"] = metrics.pop("reward/reward_mean")
-        metrics |= {f"seconds/{part}": s for part, s in clock.seconds.items()}
-        metrics |= {f"rollout/{k}": v for k, v in drawn.counts.items()}
-        metrics |= {
-            "tokens_per_second": drawn.counts["sampled_tokens"] / clock.seconds["rollout"],
-            "guidance/bytes_per_token": self.bytes_per_token,
-            "weights/bytes": sync.weight_bytes(params),
-        }
-        return {**state, "train": train}, metrics
+        codes = codes | _agreement_by_lag(codes, version - to_host(first.rollout.version))
+        metrics = jax.device_get({**metrics, **codes})
+        metrics = _named(metrics) | self._measured(first, drawn, lag, clock)
+        return {**state, "train": train}, metrics | {"weights/bytes": sync.weight_bytes(params)}
 
-    def _draw(self, params, step: int, version, clock: Clock) -> Draw:
-        """Prompts, rollout and rewards of one step."""
+    def _measured(self, first: Draw, drawn: Draw, lag: np.ndarray, clock: Clock) -> dict:
+        """Metrics of what was drawn, and of the time; `lag` int [N], in versions."""
+        # Of the first draw: groups that were drawn again are not a fair sample.
+        stats = {k: float(v) for k, v in group_stats(first.rewards, first.valid).items()}
+        stats["mean"] = stats.pop("reward_mean")
+        # A rollout that others ran beside has no time of its own.
+        parts = clock.seconds.values() if self.queue.lag else [clock.seconds["rollout"]]
+        return {
+            **{f"reward/{k}": v for k, v in stats.items()},
+            **{f"seconds/{part}": s for part, s in clock.seconds.items()},
+            **{f"rollout/{k}": v for k, v in drawn.counts.items()},
+            "rollout/lag": float(lag.mean()),
+            "rollout/stale_groups": int((lag > self.queue.lag).sum()) // self.config.rl.samples,
+            "tokens_per_second": drawn.counts["sampled_tokens"] / sum(parts),
+            "guidance/bytes_per_token": self.bytes_per_token,
+        }
+
+    def _launch(self, params, step: int, version: int, clock: Clock) -> Launched:
+        """Prompts of one step, and their rollout dispatched; `params` are of `version`."""
         with clock.part("prompts"):
             prompts = self.actor.prompts(step)
+        with clock.part("rollout"):
+            played = self.actor.play(params, prompts, step, np.int32(version))
+        return Launched(step, version, prompts, played)
+
+    def _judge(self, launched: Launched, clock: Clock) -> Draw:
+        """Waits for a rollout and gives it its rewards."""
+        _, version, prompts, played = launched
+        rollout, samples = played.rollout, self.config.rl.samples
         with clock.part("rollout") as ready:
-            played = self.actor.play(params, prompts, step, version)
-            ready(played.rollout)
+            ready(rollout)
+        check_groups(rollout, prompts, samples, version)
         with clock.part("reward"):
             rewards, valid, counts = self.actor.judge(played, prompts)
-        rollout, sampled = played.rollout, int(played.rollout.mask.sum())
+        mask, finished = to_host(rollout.mask), to_host(rollout.finished)
         counts |= {
             "dropped_prompts": prompts.dropped,
-            "unscored": int((~valid).sum()) - prompts.dropped * self.config.rl.samples,
-            "finished": float(rollout.finished.mean()),
-            "response_length": sampled / rollout.tokens.shape[0],
-            "sampled_tokens": sampled,
+            "unscored": int((~valid).sum()) - prompts.dropped * samples,
+            "finished": float(finished.mean()),
+            "response_length": int(mask.sum()) / len(mask),
+            "sampled_tokens": int(mask.sum()),
         }
         return Draw(rollout, rewards, valid, counts)
 
-    def _advantages(self, rewards, valid):
+    def _advantages(self, rewards, valid, lag):
+        """Advantages FP32 [N] and rows that count, bool [N]: no group beyond the lag does."""
         scale = self.learner.settings["scale"]
         advantages = group_advantages(rewards, valid, scale=scale)
-        live = valid
+        valid = live = valid & (lag.reshape(valid.shape) <= self.queue.lag)
         if self.learner.settings["dynamic_sampling"]:
             # DAPO: groups that stayed flat do not dilute the token mean either.
             live = valid & np.asarray(informative_groups(rewards, valid))[:, None]
@@ -306,6 +361,23 @@ class Trainer:
                 f"checkpoint is of step {self.checkpoints.latest_step()}. Write a smaller "
                 "optim.learning_rate and another --workdir"
             )
+
+
+def _named(metrics: dict) -> dict[str, float]:
+    """The learner's scalars under their names in metrics.jsonl; lags that no row has are left out.
+    """
+    lags = {k.split("/")[1] for k in metrics if k.startswith("mismatch/lag")}
+    absent = tuple(f"mismatch/{k}/" for k in lags if not metrics[f"mismatch/{k}/tokens"])
+    named = {k if "/" in k else f"train/{k}": float(v) for k, v in metrics.items()}
+    named["mismatch/k3"] = named.pop("mismatch/kl_k3")
+    return {k: v for k, v in named.items() if not k.startswith(absent)}
+
+
+def _agreement_by_lag(codes: dict, lag: np.ndarray) -> dict:
+    """The agreement of the audit rows, which one version drew, under their lag."""
+    if "agreement/mean" not in codes or not lag[0]:
+        return {}
+    return {f"agreement/lag{lag[0]}": codes["agreement/mean"]}
 
 
 def _check_rows(config: Config, mesh) -> None:

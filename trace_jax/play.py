@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from trace_jax.config import Config
-from trace_jax.parallel import shard_rows
+from trace_jax.parallel import rows_sharding, shard_rows
 from trace_jax.rollout import Rollout
+from trace_jax.rollout.record import map_rows
 from trace_jax.scoring import Prompts, budget
 from trace_jax.tasks import Episode, Transcript, TranscriptError
 
@@ -23,6 +24,16 @@ class Played(NamedTuple):
 
     rollout: Rollout
     transcripts: list[Transcript] | None
+
+
+def shard_record(record: Rollout, mesh) -> Rollout:
+    """A rollout as the learner takes it: rows over the data axes, and no other axis cut.
+
+    The compiler lays out what the engine returns as it likes, with blocks of guidance over
+    several devices among it.
+    """
+    place = lambda a, axis: jax.device_put(a, rows_sharding(a.shape, axis, mesh))
+    return map_rows(place, record)
 
 
 def engine_shape(config: Config, samples: int) -> dict:
@@ -41,7 +52,8 @@ class Player:
         self.samples, self.mesh = samples, mesh
 
     def call(self, params, tokens, lengths, keys, **settings) -> Rollout:
-        return self.engine(params, *shard_rows((tokens, lengths, keys), self.mesh), **settings)
+        rows = shard_rows((tokens, lengths, keys), self.mesh)
+        return shard_record(self.engine(params, *rows, **settings), self.mesh)
 
     def opening(self, prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
         """What the engine is given first: tokens and lengths."""

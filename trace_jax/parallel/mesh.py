@@ -38,6 +38,17 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def to_host(a) -> np.ndarray:
+    """The whole array as NumPy; of an array of several processes, on each of them.
+
+    Copies rather than computes, where one process holds it all: a computation would queue up
+    behind the rollouts that the device is busy with.
+    """
+    if isinstance(a, jax.Array) and not (a.is_fully_addressable or a.is_fully_replicated):
+        a = jax.device_put(a, NamedSharding(a.sharding.mesh, P()))
+    return np.asarray(a)
+
+
 def shard_params(params, mesh: Mesh):
     """Parameters (or any tree shaped like them) placed by `rules.param_spec`."""
 
@@ -47,13 +58,23 @@ def shard_params(params, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(place, params)
 
 
+def rows_sharding(shape: tuple[int, ...], axis: int, mesh: Mesh) -> NamedSharding:
+    """Of an array whose rows lie on `axis`: over the data axes, or whole if they do not divide."""
+    over = ("data", "fsdp") if shape[axis] % _ways(mesh) == 0 else None
+    return NamedSharding(mesh, P(*(None,) * axis, over))
+
+
+def _ways(mesh: Mesh) -> int:
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def shard_rows(tree, mesh: Mesh):
     """Arrays [N, ...] with N over the data axes.
 
     Raises:
       ConfigError: N does not divide; says what would.
     """
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = _ways(mesh)
 
     def place(a):
         if a.shape[0] % ways:
@@ -62,6 +83,6 @@ def shard_rows(tree, mesh: Mesh):
                 f"write sizes (rl.prompts_per_step, eval.problems, warmup.batch_size) that are "
                 f"multiples of {ways}"
             )
-        return jax.device_put(a, NamedSharding(mesh, P(("data", "fsdp"))))
+        return jax.device_put(a, rows_sharding(a.shape, 0, mesh))
 
     return jax.tree.map(place, tree)

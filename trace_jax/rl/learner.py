@@ -22,7 +22,7 @@ from trace_jax.rl.losses import (
     policy_loss,
 )
 from trace_jax.rl.mismatch import logprob_ledger
-from trace_jax.rl.staleness import apply_staleness
+from trace_jax.rl.staleness import apply_staleness, ledger_by_lag
 from trace_jax.rollout import Rollout
 
 
@@ -304,12 +304,14 @@ class Learner:
             width = self.config.task.max_response
             old = response_window(rollout.logp, rollout.prompt_length, width)
         batch = self._batch(rollout, advantages, state.version, old, ref, live, sampler)
+        lag = state.version - rollout.version
         steps = _split(batch, self.config.rl.minibatches)
         state, (metrics, logp) = jax.lax.scan(self._step, state, steps)
         metrics = _join(metrics)
-        ledger = logprob_ledger(
-            logp.reshape(batch.mask.shape), batch.logp_rollout, batch.mask, advantages
-        )
+        compared = (logp.reshape(batch.mask.shape), batch.logp_rollout, batch.mask, advantages)
+        ledger = logprob_ledger(*compared)
+        if most := self.config.rl.max_version_lag:
+            ledger |= ledger_by_lag(*compared, lag, most)
         metrics |= {f"mismatch/{k}": v for k, v in ledger.items()}
         metrics["bad_steps"] = state.bad_steps
         return state.replace(version=state.version + 1), metrics

@@ -1,10 +1,13 @@
-"""What the trainer does with guidance of an older policy version."""
+"""What the trainer does with rollouts and guidance of an older policy version."""
 
 import jax
 import jax.numpy as jnp
 
 from trace_jax.fp4 import GuidancePlan
 from trace_jax.model import Guidance
+from trace_jax.rl.mismatch import logprob_ledger
+
+BY_LAG = ("gap_mean", "gap_p99", "kl_k3", "ess_share", "tokens")  # of the ledger
 
 
 def apply_staleness(
@@ -25,3 +28,17 @@ def apply_staleness(
     if plan.on_stale == "fade":
         width = width * jnp.float32(plan.fade) ** jnp.maximum(lag, 0).astype(jnp.float32)
     return guidance, jnp.broadcast_to(width, guidance.recorded.shape)
+
+
+def ledger_by_lag(logp_trainer, logp_rollout, mask, advantages, lag, most: int) -> dict:
+    """{"lag<k>/<name>": FP32 scalar} of BY_LAG for the rows of each lag from 0 to `most`.
+
+    Args:
+      lag: int32 [N], versions between rollout and trainer; the others as `logprob_ledger`.
+    """
+    split = {}
+    for k in range(most + 1):
+        rows = mask & (lag == k)[:, None]
+        ledger = logprob_ledger(logp_trainer, logp_rollout, rows, advantages)
+        split |= {f"lag{k}/{name}": ledger[name] for name in BY_LAG}
+    return split

@@ -45,6 +45,16 @@ class Rollout:
         return jnp.arange(self.tokens.shape[1])[None] < self.length[:, None]
 
 
+def map_rows(fn, record: Rollout) -> Rollout:
+    """fn(array, axis of its rows) of every array; layers come first where there are any."""
+
+    def one(path, a):
+        by_layer = any(getattr(k, "name", "") in ("sites", "routes", "audit") for k in path)
+        return fn(a, int(by_layer))
+
+    return jax.tree_util.tree_map_with_path(one, record)
+
+
 def write_at(buffer: jax.Array, value: jax.Array, positions: jax.Array, axis: int = 1) -> jax.Array:
     """Writes value [.., N, 1, ...] into buffer [.., N, S, ...] at positions int32 [N].
 
