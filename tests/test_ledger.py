@@ -62,6 +62,17 @@ def flipped(site: str, place: tuple[int, ...], code=None) -> dict[str, Codes]:
     return codes
 
 
+def test_agreement_is_named_by_the_layers_that_have_the_site():
+    """Keys lie in every fourth layer of some models."""
+    codes = codes_of()
+    layers = {site: tuple(range(3, 4 * LAYERS, 4)) for site in codes}
+    found = code_ledger(
+        rollout_of(codes), codes, np.where(routes() < 0, 3, routes())[:, :ROWS], layers
+    )
+    names = {name for name in found if name.startswith("agreement/") and "layer" in name}
+    assert names == {f"agreement/{site}/layer{i}" for site in codes for i in layers[site]}
+
+
 def test_the_last_sampled_token_was_never_fed():
     fed = np.asarray(fed_tokens(rollout_of({})))
     np.testing.assert_array_equal(fed.sum(1), LENGTHS - 1)

@@ -1,5 +1,7 @@
 """Code and route agreement between rollout and trainer, from the audit rows."""
 
+from collections.abc import Mapping
+
 import jax.numpy as jnp
 
 from trace_jax.model import NOT_RECORDED
@@ -20,13 +22,19 @@ def canonical(codes):
     return jnp.where(codes == NEGATIVE_ZERO, jnp.uint8(0), codes)
 
 
-def code_ledger(rollout: Rollout, trainer: dict[str, Codes], live_routes) -> dict:
+def code_ledger(
+    rollout: Rollout,
+    trainer: dict[str, Codes],
+    live_routes,
+    layers: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict:
     """Agreement by site and layer over the audit rows.
 
     Args:
       trainer: the trainer's codes of the same rows, from `Learner.audit`; sites that
         are BF16 there are absent and not compared.
       live_routes: int32 [layers, audit rows, S, slots], the live router's choice.
+      layers: {site: layers that have it}, which the names count; None is all from 0 on.
 
     Returns:
       {"agreement/<site>/layer<l>", "agreement/mean", "routes/agreement/layer<l>"}:
@@ -45,7 +53,8 @@ def code_ledger(rollout: Rollout, trainer: dict[str, Codes], live_routes) -> dic
             canonical(by_token(trainer[site].codes)),
             valid,
         )
-        metrics |= {f"agreement/{site}/layer{i}": s for i, s in enumerate(share)}
+        names = range(len(share)) if layers is None else layers[site]
+        metrics |= {f"agreement/{site}/layer{i}": s for i, s in zip(names, share, strict=True)}
         shares.append(jnp.mean(share))
     if shares:
         metrics["agreement/mean"] = jnp.mean(jnp.stack(shares))
