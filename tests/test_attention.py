@@ -10,7 +10,7 @@ import pytest
 
 from trace_jax import fp4
 from trace_jax.fp4 import formats
-from trace_jax.model import attention
+from trace_jax.model import attention, kv_planes
 from trace_jax.model.layers import rotary
 
 KV_FORMATS = {
@@ -26,8 +26,8 @@ def store_and_read(x):
     out = {}
     for name, fmt in KV_FORMATS.items():
         site = fp4.quantize_site(x, fmt)
-        plane = attention.encode_plane(site, fmt)
-        out[name] = site.value, attention.decode_plane(plane, x.shape[-1], fmt), plane
+        plane = kv_planes.encode_plane(site, fmt)
+        out[name] = site.value, kv_planes.decode_plane(plane, x.shape[-1], fmt), plane
     return out
 
 
@@ -57,7 +57,7 @@ def test_the_cache_returns_what_was_quantized_bit_for_bit(head_dim):
         np.testing.assert_array_equal(bits(read)[~nan], bits(value)[~nan], err_msg=name)
         blocks = -(-head_dim // KV_FORMATS[name].block)
         assert plane.scales.shape == (2, 7, 3, blocks), name
-        empty = attention.empty_plane((2, 7, 3), head_dim, KV_FORMATS[name])
+        empty = kv_planes.empty_plane((2, 7, 3), head_dim, KV_FORMATS[name])
         assert jax.tree.map(jnp.shape, empty) == jax.tree.map(jnp.shape, plane), name
 
 
@@ -74,16 +74,16 @@ def test_one_formula_for_scale_bytes_allocates_and_strides(head_dim):
     """BR-030."""
     fmt = KV_FORMATS["nvfp4"]
     blocks = -(-head_dim // 16)
-    plane = attention.empty_plane((1, 2, 1), head_dim, fmt)
+    plane = kv_planes.empty_plane((1, 2, 1), head_dim, fmt)
     assert plane.scales.shape[-1] == blocks == formats.num_blocks(head_dim, fmt)
     assert plane.data.shape[-1] == blocks * 8
 
 
 def test_writes_land_at_their_positions_and_beyond_the_end_are_dropped():
-    plane = attention.KVPlane(jnp.zeros((3, 4, 1, 2)))
-    new = attention.KVPlane(1.0 + jnp.arange(3.0 * 2 * 2).reshape(3, 2, 1, 2))
+    plane = kv_planes.KVPlane(jnp.zeros((3, 4, 1, 2)))
+    new = kv_planes.KVPlane(1.0 + jnp.arange(3.0 * 2 * 2).reshape(3, 2, 1, 2))
     positions = jnp.array([[0, 2], [3, 4], [4, 99]])
-    out = np.asarray(attention.write_plane(plane, new, positions).data)[:, :, 0, 0]
+    out = np.asarray(kv_planes.write_plane(plane, new, positions).data)[:, :, 0, 0]
     np.testing.assert_array_equal(out, [[1, 0, 3, 0], [0, 0, 0, 5], [0, 0, 0, 0]])
 
 

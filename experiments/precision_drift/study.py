@@ -11,7 +11,6 @@ the texts' tokens. No training happens here.
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 import trace_jax
 from experiments import cli, results
+from experiments.positions import by_position, compare
 from trace_jax.fp4 import BF16_POLICY, PrecisionPolicy, Rule
 from trace_jax.model.families import family_of
 from trace_jax.pretrained import tokenizer_of
@@ -68,14 +68,6 @@ def sample_texts(checkpoint: str, length: int) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(rollout.tokens)[:, :length], lengths
 
 
-@jax.jit
-def compare(reference, logits, tokens):
-    """Log-prob of each token less that of the reference, and KL(reference || logits): [S - 1]."""
-    old, new = (jax.nn.log_softmax(a[0, :-1]) for a in (reference, logits))
-    taken = lambda a: jnp.take_along_axis(a, tokens[1:, None], axis=1)[:, 0]
-    return taken(new) - taken(old), jnp.sum(jnp.exp(old) * (old - new), axis=-1)
-
-
 def drift(checkpoint: str, texts: np.ndarray, starts: np.ndarray, bar) -> list[dict]:
     """One row a set of formats and bucket of positions; prompts do not count."""
     config, params = trace_jax.load_checkpoint(checkpoint)
@@ -85,19 +77,14 @@ def drift(checkpoint: str, texts: np.ndarray, starts: np.ndarray, bar) -> list[d
         reference = trace_jax.forward(config, params, text[None]).logits
         for name, policy in FORMATS.items():
             logits = trace_jax.forward(config, params, text[None], policy).logits
-            gap, kl = compare(reference, logits, text)
-            found[name].append(np.where(positions < start, np.nan, np.stack([gap, kl])))
+            apart = compare(reference[0, :-1], logits[0, :-1], text[1:])
+            found[name].append(np.where(positions < start, np.nan, apart))
             bar.update()
     rows = []
     for name, values in found.items():
         values = np.stack(values, axis=1)  # [gap and KL, text, position]
-        for begin in range(0, texts.shape[1], BUCKET):
-            inside = values[:, :, (positions >= begin) & (positions < begin + BUCKET)]
-            gap, kl = inside[:, ~np.isnan(inside[0])]
-            if gap.size:
-                row = {"model": family_of(config), "formats": name, "position": begin}
-                row |= {"tokens": int(gap.size), "gap_mean_abs": float(np.abs(gap).mean())}
-                rows.append(row | {"gap_mean": float(gap.mean()), "kl": float(kl.mean())})
+        for row in by_position(values, positions, BUCKET):
+            rows.append({"model": family_of(config), "formats": name, **row})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""FP4 numbers: formats, quantized arrays, rounding, guidance, precision policy."""
+"""FP4 numbers: formats, quantized arrays, rounding, guidance, precision policy; FP8 rows."""
 
 from trace_jax.fp4.formats import (
     FORMATS,
@@ -11,6 +11,7 @@ from trace_jax.fp4.formats import (
     pack,
     unpack,
 )
+from trace_jax.fp4.fp8 import FP8, E4M3Rows, Fp8Rows, quantize_fp8
 from trace_jax.fp4.guidance import (
     NO_GUIDANCE,
     SITES,
@@ -25,6 +26,7 @@ from trace_jax.fp4.guidance import (
     select_layers,
     with_small_scales,
 )
+from trace_jax.fp4.hadamard import hadamard
 from trace_jax.fp4.policy import BF16_POLICY, LayerPrecision, PrecisionPolicy, Rule
 from trace_jax.fp4.qtensor import (
     QTensor,

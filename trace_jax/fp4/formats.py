@@ -208,7 +208,7 @@ def unpack(packed: jax.Array) -> jax.Array:
 def decode_scale(scale_bytes: jax.Array, fmt: Format) -> jax.Array:
     """FP32 values of the stored scale bytes (uint8)."""
     if fmt.scale_type == "e4m3":
-        return _decode_e4m3(scale_bytes)
+        return decode_e4m3(scale_bytes)
     exponent = scale_bytes.astype(jnp.uint32) << 23
     exponent = jnp.where(scale_bytes == 0, jnp.uint32(0x00400000), exponent)  # 2**-127
     exponent = jnp.where(scale_bytes == 255, jnp.uint32(0x7FC00000), exponent)
@@ -220,7 +220,8 @@ def decode_scale(scale_bytes: jax.Array, fmt: Format) -> jax.Array:
 # rounded on a scale that is not the stored one.
 
 
-def _decode_e4m3(byte: jax.Array) -> jax.Array:
+def decode_e4m3(byte: jax.Array) -> jax.Array:
+    """FP32 values of E4M3 bytes; 0x7F and 0xFF are NaN."""
     low = (byte & 0x7F).astype(jnp.uint32)
     normal = jax.lax.bitcast_convert_type((low << 20) + jnp.uint32(120 << 23), jnp.float32)
     magnitude = jnp.where(low < 8, low.astype(jnp.float32) * E4M3_SMALLEST, normal)
@@ -246,7 +247,7 @@ def _encode_e4m3_ratio(x: jax.Array, divisor: float) -> jax.Array:
     its neighbours through products, which are exact: a midpoint has 5 bits.
     """
     byte = _encode_e4m3(x / divisor)
-    value, above, below = (_decode_e4m3(byte + jnp.uint8(d)) for d in (0, 1, 255))
+    value, above, below = (decode_e4m3(byte + jnp.uint8(d)) for d in (0, 1, 255))
     odd, over, under = byte & 1, divisor * (value + above) / 2, divisor * (value + below) / 2
     up = (x > over) | ((x == over) & (odd == 1))
     down = (x < under) | ((x == under) & (odd == 1))

@@ -14,6 +14,7 @@ import numpy as np
 
 from trace_jax.fp4 import formats
 from trace_jax.fp4.formats import NVFP4
+from trace_jax.fp4.fp8 import decode_fp8, encode_fp8
 from trace_jax.fp4.qtensor import quantize
 from trace_jax.kernels.bits import codes_of, from_e5m3, interlock, to_e5m3
 
@@ -38,7 +39,7 @@ def encode(x: jax.Array, kind: str) -> Fields:
     if kind == "bf16":
         return (x,)
     if kind == "fp8":
-        return _encode_fp8(x)
+        return encode_fp8(x)
     q = quantize(x, KV_FORMAT, outer_axes=(x.ndim - 1,))
     exponent = jax.lax.bitcast_convert_type(q.outer, jnp.uint32) >> 23
     return q.codes, q.block_scale, exponent.astype(jnp.uint8)
@@ -48,31 +49,12 @@ def decode(fields: Fields, kind: str) -> jax.Array:
     """FP32 rows [..., D]."""
     if kind == "bf16":
         return fields[0].astype(jnp.float32)
-    power = jax.lax.bitcast_convert_type(fields[-1].astype(jnp.uint32) << 23, jnp.float32)
     if kind == "fp8":
-        return formats.decode_scale(fields[0], KV_FORMAT) * power
+        return decode_fp8(*fields)
+    power = jax.lax.bitcast_convert_type(fields[-1].astype(jnp.uint32) << 23, jnp.float32)
     value = formats.decode_e2m1(formats.to_blocks(fields[0], KV_FORMAT))
     value = value * formats.decode_scale(fields[1], KV_FORMAT)[..., None]
     return formats.from_blocks(value, fields[0].shape[-1]) * power
-
-
-def _encode_fp8(x: jax.Array) -> Fields:
-    """E4M3 of x over the smallest power of two that brings the row within 448.
-
-    By bits, so that every back end agrees: 448 is 1.75 x 2^8.
-    """
-    x = formats.fp32_source(x)
-    amax = formats.largest(x, keepdims=True)
-    top = (jax.lax.bitcast_convert_type(amax, jnp.uint32) + jnp.uint32(0x1FFFFF)) >> 23
-    exponent = jnp.maximum(top.astype(jnp.int32) - 8, 127 - 117).astype(jnp.uint32)
-    size = jnp.abs(x) * jax.lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
-    bits = jax.lax.bitcast_convert_type(size, jnp.uint32)
-    normal = ((bits + jnp.uint32(0x7FFFF) + (bits >> 20 & 1)) >> 20) - jnp.uint32(120 << 3)
-    subnormal = jnp.round(size * 2.0**9).astype(jnp.uint32)
-    byte = jnp.where(size < 2.0**-6, subnormal, normal).astype(jnp.uint8)
-    byte |= jnp.signbit(x).astype(jnp.uint8) << 7
-    finite = jnp.isfinite(amax)
-    return jnp.where(finite, byte, 0x7F), jnp.where(finite, exponent, 255).astype(jnp.uint8)
 
 
 # --- fields to bytes and back ------------------------------------------------------------------

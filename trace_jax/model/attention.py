@@ -6,67 +6,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
 
-from trace_jax import fp4
-from trace_jax.fp4 import Format, formats
+from trace_jax.fp4 import hadamard
 from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.model.config import ModelConfig
+from trace_jax.model.kv_planes import Rows, decode_rows, quantize_rows, write_plane
 from trace_jax.model.layers import Linear, RMSNorm, angles, product, rotary, rounded, stored
 from trace_jax.model.sites import Sites
-
-
-@struct.dataclass
-class KVPlane:
-    """Stored keys (or values) of a layer: FP4, or BF16.
-
-    FP4: `data` uint8 [B, S, heads, packed], `scales` uint8 [B, S, heads, blocks],
-    `outer` uint8 [B, S, heads], the exponent byte of the power-of-two outer scale.
-    BF16: `data` [B, S, heads, head_dim], scales and outer None.
-    """
-
-    data: jax.Array
-    scales: jax.Array | None = None
-    outer: jax.Array | None = None
-
-
-def empty_plane(
-    shape: tuple[int, ...], head_dim: int, fmt: Format | None, dtype=jnp.bfloat16
-) -> KVPlane:
-    """A plane of leading shape [..., B, S, heads]; `dtype` is that of unquantized values."""
-    if fmt is None:
-        return KVPlane(jnp.zeros((*shape, head_dim), dtype))
-    blocks = formats.num_blocks(head_dim, fmt)
-    return KVPlane(
-        jnp.zeros((*shape, blocks * fmt.block // 2), jnp.uint8),
-        jnp.zeros((*shape, blocks), jnp.uint8),
-        jnp.zeros(shape, jnp.uint8),
-    )
-
-
-def encode_plane(out: fp4.Quantized, fmt: Format) -> KVPlane:
-    """Stored form of a site's outcome [B, S, heads, head_dim]."""
-    codes = formats.to_blocks(out.codes, fmt)
-    packed = formats.pack(codes.reshape(*codes.shape[:-2], -1))
-    exponent = jax.lax.bitcast_convert_type(out.outer[..., 0], jnp.uint32) >> 23
-    return KVPlane(packed, out.scale_bytes, exponent.astype(jnp.uint8))
-
-
-def decode_plane(plane: KVPlane, head_dim: int, fmt: Format | None) -> jax.Array:
-    """BF16 [B, S, heads, head_dim]; bit-equal to the value that was stored."""
-    if fmt is None:
-        return plane.data
-    codes = formats.to_blocks(formats.unpack(plane.data)[..., :head_dim], fmt)
-    outer = jax.lax.bitcast_convert_type(plane.outer.astype(jnp.uint32) << 23, jnp.float32)
-    scale = formats.decode_scale(plane.scales, fmt)
-    value = formats.from_blocks(formats.decode_e2m1(codes) * scale[..., None], head_dim)
-    return (value * outer[..., None]).astype(jnp.bfloat16)
-
-
-def write_plane(plane: KVPlane, new: KVPlane, positions: jax.Array) -> KVPlane:
-    """`new` [B, S, ...] at `positions` int32 [B, S]; positions beyond the end are not written."""
-    rows = jnp.arange(positions.shape[0])[:, None]
-    return jax.tree.map(lambda old, x: old.at[rows, positions].set(x, mode="drop"), plane, new)
 
 
 def visible(queries: jax.Array, keys: jax.Array, window: jax.Array | None) -> jax.Array:
@@ -79,6 +25,53 @@ def visible(queries: jax.Array, keys: jax.Array, window: jax.Array | None) -> ja
     return mask if window is None else mask & ((distance < window) | (window == 0))
 
 
+class Recent(NamedTuple):
+    """Keys and values that are read, unquantized, where `near` bool [B, S, T] says so."""
+
+    k: jax.Array
+    v: jax.Array
+    near: jax.Array
+
+
+class Remembered(NamedTuple):
+    """k [B, T, KV, D], v [B, T, KV, DV] to attend to, mask bool [B, S, T], and the cache.
+
+    `recent`: the same tokens unquantized, for the queries that have them in their window.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    mask: jax.Array
+    recent: Recent | None
+    cache: dict | None
+
+
+def recent_of(rows: Rows, queries, keys, kv_window: int) -> Recent | None:
+    """The `kv_window` most recent tokens of each query; None without a window."""
+    if not kv_window:
+        return None
+    return Recent(rows["recent_k"], rows["recent_v"], visible(queries, keys, kv_window))
+
+
+def remember(k, v, positions, sites: Sites, cache=None, window=None) -> Remembered:
+    """Quantizes k, v [B, S, KV, ...] at their sites and appends them to the cache.
+
+    Without a cache the same quantized values are attended to directly. Either way what is
+    attended to is what was quantized, the current token included; but for the tokens of
+    the precision's `kv_window`.
+    """
+    precision = sites.spec.precision
+    rows, planes = quantize_rows(k, v, sites)
+    keys = positions
+    if cache is not None:
+        cache = {name: write_plane(cache[name], new, positions) for name, new in planes.items()}
+        rows = decode_rows(cache, rows, precision)
+        keys = jnp.arange(rows["k"].shape[1])[None]
+    mask = visible(positions, keys, window)
+    recent = recent_of(rows, positions, keys, precision.kv_window)
+    return Remembered(rows["k"], rows["v"], mask, recent, cache)
+
+
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -86,64 +79,48 @@ def attend(
     mask: jax.Array,
     sinks: jax.Array | None = None,
     scale: float | None = None,
+    recent: Recent | None = None,
 ) -> jax.Array:
     """Softmax attention, FP32 scores; q [B, S, H, D], k [B, T, KV, D], v [B, T, KV, DV].
 
     Returns [B, S, H * DV]. `mask` is bool [B, S, T], `scale` of the scores D ** -0.5 by
     default. `sinks` FP32 [H] are logits that take part in the softmax and carry no value.
+    `recent` replaces k and v where it is near: one softmax over both.
     Masked values are replaced, not multiplied by zero: an unused slot may hold NaN.
     """
     batch, length, heads, dim = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    used = jnp.any(mask, axis=1)[..., None, None]
-    k, v = jnp.where(used, k, 0), jnp.where(used, v, 0)
+    near = None if recent is None else mask & recent.near
+    k, v = _used(k, v, mask if near is None else mask & ~near)
     scores = product("bsgqd,btgd->bgqst", q, k)
+    if near is not None:
+        recent_k, recent_v = _used(recent.k, recent.v, near)
+        near = near[:, None, None]
+        scores = jnp.where(near, product("bsgqd,btgd->bgqst", q, recent_k), scores)
     scores = jnp.where(mask[:, None, None], scores * (scale or dim**-0.5), -1e30)
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
-        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
-        scores = jnp.concatenate([scores, sinks], axis=-1)
-    weights = rounded(jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]], v.dtype)
-    out = product("bgqst,btgd->bsgqd", weights, v)
+    weights = rounded(_softmax(scores, sinks), v.dtype)
+    read = partial(product, "bgqst,btgd->bsgqd")
+    if near is None:
+        out = read(weights, v)
+    else:
+        out = read(jnp.where(near, 0, weights), v) + read(jnp.where(near, weights, 0), recent_v)
     return rounded(out.reshape(batch, length, -1), q.dtype)
 
 
-def store(site: str, x: jax.Array, sites: Sites) -> tuple[jax.Array, KVPlane]:
-    """Values to attend to and their stored form."""
-    value, out = sites.quantize(site, x)
-    if out is None:
-        return value, KVPlane(value)
-    return value.astype(x.dtype), encode_plane(out, getattr(sites.spec.precision, site))
+def _used(k, v, mask):
+    """k and v [B, T, ...] with zeros where no query of `mask` [B, S, T] reads them."""
+    used = jnp.any(mask, axis=1)[..., None, None]
+    return jnp.where(used, k, 0), jnp.where(used, v, 0)
 
 
-class Remembered(NamedTuple):
-    """k [B, T, KV, D], v [B, T, KV, DV] to attend to, mask bool [B, S, T], and the cache."""
-
-    k: jax.Array
-    v: jax.Array
-    mask: jax.Array
-    cache: dict | None
-
-
-def remember(k, v, positions, sites: Sites, cache=None, window=None) -> Remembered:
-    """Quantizes k, v [B, S, KV, ...] at their sites and appends them to the cache.
-
-    Without a cache the same quantized values are attended to directly. Either way what is
-    attended to is what was quantized, the current token included.
-    """
-    new_k, k_stored = store("k", k, sites)
-    new_v, v_stored = store("v", v, sites)
-    if cache is None:
-        return Remembered(new_k, new_v, visible(positions, positions, window), None)
-    cache = {
-        "k": write_plane(cache["k"], k_stored, positions),
-        "v": write_plane(cache["v"], v_stored, positions),
-    }
-    formats_ = sites.spec.precision
-    k = decode_plane(cache["k"], k.shape[-1], formats_.k).astype(k.dtype)
-    v = decode_plane(cache["v"], v.shape[-1], formats_.v).astype(v.dtype)
-    return Remembered(k, v, visible(positions, jnp.arange(k.shape[1])[None], window), cache)
+def _softmax(scores, sinks):
+    """FP32 weights of scores [B, KV, group, S, T]; sinks FP32 [H] or None take their share."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks.astype(jnp.float32).reshape(1, scores.shape[1], -1, 1, 1)
+    sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
 
 
 class Attention(nn.Module):
@@ -171,11 +148,15 @@ class Attention(nn.Module):
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
+        rotate = sites.spec.precision.rotate_v
+        v = hadamard(v) if rotate else v
         if pages is not None:
             out, cache = pages.step(q, k, v, cache, positions, sites, window, sinks)
         else:
-            k, v, mask, cache = remember(k, v, positions, sites, cache, window)
-            out = attend(q, k, v, mask, sinks)
+            k, v, mask, recent, cache = remember(k, v, positions, sites, cache, window)
+            out = attend(q, k, v, mask, sinks, recent=recent)
+        if rotate:  # back, head by head
+            out = hadamard(out.reshape(q.shape)).reshape(out.shape)
         if gate is not None:
             gate = jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
             out = rounded(out.astype(jnp.float32) * gate, x.dtype)

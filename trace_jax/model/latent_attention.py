@@ -52,12 +52,18 @@ class LatentAttention(nn.Module):
         down = Linear(latent.kv_rank + latent.rope_dim, dtype=x.dtype, name="kv_down")(x)
         down, k_rope = jnp.split(down[:, :, None], [latent.kv_rank], axis=-1)
         c = RMSNorm(EPS, name="latent_norm")(down)
-        k_rope, c, mask, cache = remember(turn(k_rope), c, positions, sites, cache)
+        if sites.spec.precision.rotate_v:
+            raise ValueError(
+                "rotate_v: the values of latent attention are its keys too; write rotate_v=False"
+            )
+        k_rope, c, mask, recent, cache = remember(turn(k_rope), c, positions, sites, cache)
         q = jnp.concatenate([q_nope, turn(q_rope)], axis=-1)
         k = jnp.concatenate([c, k_rope], axis=-1)
+        if recent is not None:
+            recent = recent._replace(k=jnp.concatenate([recent.v, recent.k], axis=-1))
         scale = cfg.head_dim**-0.5 * cfg.yarn.score_scale
-        out = attend(q, k, c, mask, scale=scale).reshape(*q.shape[:3], latent.kv_rank)
-        out = by_head(out, up_v).reshape(*x.shape[:2], -1)
+        out = attend(q, k, c, mask, scale=scale, recent=recent)
+        out = by_head(out.reshape(*q.shape[:3], latent.kv_rank), up_v).reshape(*x.shape[:2], -1)
         return Linear(cfg.hidden, dtype=x.dtype, name="o")(out), cache
 
     def _queries(self, x):

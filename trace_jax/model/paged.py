@@ -9,20 +9,14 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from trace_jax.fp4 import LayerPrecision
+from trace_jax.fp4 import FP8, E4M3Rows, Format, LayerPrecision
 from trace_jax.kernels import kv_attention, kv_pages
 from trace_jax.kernels.kv_append import append
 from trace_jax.kernels.kv_pages import KVPages
 from trace_jax.kernels.kv_units import KV_FORMAT
-from trace_jax.model.attention import (
-    KVPlane,
-    attend,
-    decode_plane,
-    empty_plane,
-    store,
-    visible,
-)
+from trace_jax.model.attention import Recent, attend, recent_of, visible
 from trace_jax.model.config import ModelConfig
+from trace_jax.model.kv_planes import KVPlane, decode_rows, empty_planes, quantize_rows
 from trace_jax.model.sites import Sites
 
 
@@ -46,14 +40,12 @@ def empty_pool(
         )
     if not kernel:
         shape = (pages, page, config.num_kv_heads)
-        return {
-            "k": empty_plane(shape, config.head_dim, precision.k, config.dtype),
-            "v": empty_plane(shape, config.head_dim, precision.v, config.dtype),
-        }
+        widths = dict.fromkeys("kv", config.head_dim)
+        return empty_planes(shape, widths, precision, config.dtype)
     reason = kernel_refusal(config, precision, page)
     if reason is not None:
         raise ValueError(f"KV pages: {reason}")
-    kind = "bf16" if precision.k is None else "nvfp4"
+    kind = _kind(precision.k)
     return kv_pages.new_pages(pages, config.num_kv_heads, config.head_dim, kind)
 
 
@@ -61,9 +53,13 @@ def kernel_refusal(config: ModelConfig, precision: LayerPrecision, page: int) ->
     """Why the kernels' layout cannot hold a layer's keys and values; None if it can."""
     if precision.k != precision.v:
         return "the kernels take one format for keys and values"
-    fmt = precision.k
-    if fmt is not None and fmt.replace(name=KV_FORMAT.name) != KV_FORMAT:
-        return f"the kernels take NVFP4 or BF16, not {fmt.name}"
+    if _kind(precision.k) is None:
+        return f"the kernels take NVFP4, FP8 or BF16, not {precision.k.name}"
+    if precision.kv_window:
+        return (
+            "the kernels' pages keep no BF16 tokens that sequences could share or take along "
+            f"when they are preempted (kv_window is {precision.kv_window})"
+        )
     if page != kv_pages.PAGE:
         return f"the kernels take pages of {kv_pages.PAGE} tokens, not {page}"
     if config.head_dim not in (64, 128, 256):
@@ -71,6 +67,13 @@ def kernel_refusal(config: ModelConfig, precision: LayerPrecision, page: int) ->
     if config.dtype != "bfloat16":
         return f"the kernels take BF16 activations, not {config.dtype}"
     return None
+
+
+def _kind(fmt: Format | E4M3Rows | None) -> str | None:
+    """The kernels' name of a format; None if they have none."""
+    if fmt is None or fmt == FP8:
+        return "bf16" if fmt is None else "fp8"
+    return "nvfp4" if fmt.replace(name=KV_FORMAT.name) == KV_FORMAT else None
 
 
 @struct.dataclass
@@ -102,37 +105,40 @@ class Pages:
         """
         if isinstance(pool, KVPages) and q.shape[1] == 1:
             return self._decode(q, k, v, pool, positions, sites, window, sinks)
-        (k, k_stored), (v, v_stored) = ((x, store(n, x, sites)[1]) for n, x in (("k", k), ("v", v)))
         if isinstance(pool, KVPages):
+            k, v = self._record(k, v, sites)
             pool = _write_whole_pages(pool, self, positions, k, v)
             k, v = kv_pages.read_pages(pool, self.table)  # [B, pages, kv_heads, page, head_dim]
             k, v = (x.swapaxes(2, 3) for x in (k, v))
-            k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (k, v))
+            k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]).astype(q.dtype) for x in (k, v))
             return self._attend(q, k, v, positions, window, sinks), pool
-        new = {"k": k_stored, "v": v_stored}
-        pool = {name: _write(pool[name], new[name], self, positions) for name in "kv"}
-        k, v = (
-            decode_plane(
-                _of_sequence(pool[name], self.table),
-                q.shape[-1],
-                getattr(sites.spec.precision, name),
-            )
-            for name in "kv"
-        )
-        return self._attend(q, k, v, positions, window, sinks), pool
+        rows, planes = quantize_rows(k, v, sites)
+        pool = {name: _write(pool[name], new, self, positions) for name, new in planes.items()}
+        stored = {name: _of_sequence(plane, self.table) for name, plane in pool.items()}
+        rows = decode_rows(stored, rows, sites.spec.precision)
+        keys = jnp.arange(rows["k"].shape[1])[None]
+        recent = recent_of(rows, positions, keys, sites.spec.precision.kv_window)
+        return self._attend(q, rows["k"], rows["v"], positions, window, sinks, recent), pool
 
-    def _attend(self, q, k, v, positions, window, sinks):
+    def _attend(self, q, k, v, positions, window, sinks, recent: Recent | None = None):
         # A query that does not exist must not make slots count that were never written.
         mask = visible(positions, jnp.arange(k.shape[1])[None], window) & self.valid[:, :, None]
-        return attend(q, k.astype(q.dtype), v.astype(q.dtype), mask, sinks)
+        return attend(q, k, v, mask, sinks, recent=recent)
+
+    def _record(self, k, v, sites: Sites):
+        """Keys and values as the engine's noise leaves them; their codes go to the record."""
+        k, v = sites.perturb("k", k), sites.perturb("v", v)
+        sites.encode("k", k), sites.encode("v", v)
+        return k, v
 
     def _decode(self, q, k, v, pool, positions, sites: Sites, window, sinks):
         """One token a sequence, by the kernels."""
-        k, v = sites.perturb("k", k), sites.perturb("v", v)
         bits = {name: sites.record_bits(name) for name in "kv"}
-        if sites.spec.audit_rows:
-            store("k", k, sites), store("v", v, sites)  # whole codes, for the ledger
+        if sites.spec.audit_rows:  # whole codes, for the ledger
+            k, v = self._record(k, v, sites)
             bits = {"k": None, "v": None}
+        else:
+            k, v = sites.perturb("k", k), sites.perturb("v", v)
         wanted = next((b for b in bits.values() if b is not None), None)
         at = jnp.where(self.valid, positions, -1)[:, 0]
         pool, *left = append(pool, self.table, at, k[:, 0], v[:, 0], record=wanted)

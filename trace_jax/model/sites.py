@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from trace_jax import fp4
-from trace_jax.fp4 import GuidancePlan, Guide, LayerPrecision, Quantized, SiteGuidance
+from trace_jax.fp4 import (
+    Fp8Rows,
+    GuidancePlan,
+    Guide,
+    LayerPrecision,
+    Quantized,
+    SiteGuidance,
+)
 from trace_jax.kernels.fake_quantize import fake_quantize_rows
 from trace_jax.model.config import LayerKind
 from trace_jax.model.layers import rounded
@@ -111,10 +118,16 @@ class Sites:
 
         The second is None where the site is BF16.
         """
-        x = self.perturb(site, x)
+        return self.encode(site, self.perturb(site, x))
+
+    def encode(self, site: str, x: jax.Array) -> tuple[jax.Array, Quantized | Fp8Rows | None]:
+        """`quantize` of an x that is perturbed already. FP8 rows leave no record."""
         fmt = getattr(self.spec.precision, site)
         if fmt is None:
             return x, None
+        if fmt == fp4.FP8:
+            out = fp4.quantize_fp8(x)
+            return out.value, out
         out = fp4.quantize_site(x, fmt, self.guide(site))
         self.leave(site, out.codes, out.scale_bytes, out.outer)
         return out.value, out

@@ -17,8 +17,9 @@ from flax import struct
 
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
-from trace_jax.model.attention import Attention, empty_plane
+from trace_jax.model.attention import Attention
 from trace_jax.model.config import LayerKind, ModelConfig
+from trace_jax.model.kv_planes import empty_planes
 from trace_jax.model.latent_attention import LatentAttention
 from trace_jax.model.layers import (
     Dtype,
@@ -95,7 +96,7 @@ def numerics(
 ) -> Numerics:
     """Numerics of a forward that guides by, or records for, `plan`.
 
-    A planned site that is BF16 in its layer is skipped: there is nothing to guide.
+    A planned site that is BF16 or FP8 in its layer is skipped: there is nothing to guide.
     """
     planned = planned_layers(config, precision, plan)
     layers = []
@@ -107,10 +108,10 @@ def numerics(
 
 
 def planned_layers(config, precision, plan) -> dict[str, tuple[int, ...]]:
-    """{site: layers} where `plan` asks for guidance and `precision` quantizes."""
+    """{site: layers} where `plan` asks for guidance and `precision` is FP4; FP8 has none."""
     chosen = plan.site_layers(config.site_shapes(), config.num_layers)
     kept = {
-        site: tuple(i for i in layers if getattr(precision[i], site) is not None)
+        site: tuple(i for i in layers if isinstance(getattr(precision[i], site), fp4.Format))
         for site, layers in chosen.items()
     }
     return {site: layers for site, layers in kept.items() if layers}
@@ -236,15 +237,9 @@ def empty_cache(config, precision, batch: int, length: int) -> tuple:
     def entry(layers, spec):
         if spec.kind.linear:
             return empty_state(config, (layers, batch))
-        return {
-            site: empty_plane(
-                (layers, batch, length, shapes[site].rows),
-                shapes[site].width,
-                getattr(spec.precision, site),
-                config.dtype,
-            )
-            for site in ("k", "v")
-        }
+        shape = (layers, batch, length, shapes["k"].rows)
+        widths = {site: shapes[site].width for site in ("k", "v")}
+        return empty_planes(shape, widths, spec.precision, config.dtype)
 
     return tuple(entry(stop - start, spec) for start, stop, spec in layer_runs(config, precision))
 
