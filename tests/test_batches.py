@@ -3,6 +3,7 @@
 import dataclasses
 
 import helpers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,13 +40,13 @@ def test_turns_go_on_in_place_and_are_what_prefilling_them_again_gives():
     config = dataclasses.replace(CONFIG, samples=1, eos_ids=(helpers.VOCAB,))
     turns, plain = ContinuousBatches(config, turns=True), Engine(config)
     rows = [[1, 2, 3], [4, 5, 6, 7, 8]]
-    keys, width = helpers.keys()[:2], 24
+    keys, width = helpers.keys()[:2], 32
     for turn in range(3):
         lengths = np.array([len(row) for row in rows], np.int32)
         tokens = np.zeros((2, width), np.int32)
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = row
-        mine = turns(PARAMS(), tokens, lengths, keys, version=3)
+        mine = turns(PARAMS(), tokens, lengths, keys, version=3, turn=turn)
         theirs = plain(PARAMS(), jnp.asarray(tokens), jnp.asarray(lengths), keys, version=3)
         assert_same_rollout(mine, theirs)
         if turn == 0:
@@ -54,7 +55,23 @@ def test_turns_go_on_in_place_and_are_what_prefilling_them_again_gives():
             drawn = np.asarray(mine.tokens)[i, lengths[i] : int(mine.length[i])].tolist()
             rows[i] = [*row, *drawn, 9, 10]  # and what the environment says
     assert turns._engine.counts.prefilled == prefilled == 2 + 4
+    # A row that is over is given its first token: nothing runs for it, and earlier
+    # rollouts are not touched by what runs for the other.
+    before = jax.tree.map(np.array, mine)
+    rows[0] = rows[0][:1]
+    lengths = np.array([1, len(rows[1])], np.int32)
+    tokens = np.zeros((2, width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    dispatched = turns._engine.counts.drawn
+    turns(PARAMS(), tokens, lengths, keys, version=3, turn=3)
+    assert turns._engine.counts.drawn - dispatched == helpers.RESPONSE
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, mine), before)
+    # A new episode with the same prompt starts afresh.
+    again = turns(PARAMS(), tokens, lengths, keys, version=3)
+    assert int(again.length[1]) == lengths[1] + helpers.RESPONSE
     # Other weights: everything is computed again.
+    prefilled = turns._engine.counts.prefilled
     other = helpers.rollout_params_of(helpers.MOE, "nvfp4", seed=1)
     turns(other, tokens, lengths, keys, version=4)
     assert turns._engine.counts.prefilled > prefilled

@@ -73,7 +73,8 @@ class Player:
 
         def generate(tokens, lengths, turn) -> Rollout:
             seed = (noise_seed + NOISE_STRIDE * turn) % 2**31
-            return self.call(params, tokens, lengths, keys, version=version, noise_seed=seed)
+            settings = dict(version=version, noise_seed=seed, turn=turn)
+            return self.call(params, tokens, lengths, keys, **settings)
 
         task = self.config.task
         episodes = [

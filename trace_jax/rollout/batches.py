@@ -30,8 +30,8 @@ def make_engine(kind: str, config: EngineConfig, *, slots: int = 0, turns: bool 
 class ContinuousBatches:
     """Generates responses with a fixed number of slots; compiles once a batch shape.
 
-    Rows whose prompt begins with what the same row held at the last call, under the same
-    weights, are continued in place: that is how episodes of several turns run.
+    With `turns`, rows whose prompt begins with what the same row had at the last turn, under
+    the same weights, are continued in place: that is how episodes run.
 
     Args:
       config: as for the batch engine.
@@ -44,8 +44,14 @@ class ContinuousBatches:
         self._engine: ContinuousEngine | None = None
         self._shape, self._weights, self._held = None, None, {}
 
-    def __call__(self, params, prompts, lengths, keys, *, version=0, noise_seed=0) -> Rollout:
-        """See `Engine.__call__`: the same arguments, the same Rollout."""
+    def __call__(
+        self, params, prompts, lengths, keys, *, version=0, noise_seed=0, turn=0
+    ) -> Rollout:
+        """See `Engine.__call__`: the same arguments, the same Rollout.
+
+        With `turns`, rows of a later `turn` go on in place; one that is given no more than
+        it has is over, and keeps what it has.
+        """
         prompts, lengths = np.asarray(prompts), np.asarray(lengths)
         samples, new = self.config.samples, self.config.max_response
         width = prompts.shape[1] + new
@@ -55,6 +61,10 @@ class ContinuousBatches:
         if not self.turns:
             return run.generate(prompts, lengths, keys, samples, new)
         rows = [prompts[row, : lengths[row]].tolist() for row in range(len(prompts))]
+        if turn == 0:
+            for held in self._held.values():
+                run.scheduler.let_go(held)
+            self._held = {}
         for row, tokens in enumerate(rows):
             self._go_on(row, tokens, keys[row])
         while not run.scheduler.idle:
@@ -64,6 +74,8 @@ class ContinuousBatches:
 
     def _go_on(self, row: int, tokens: list[int], key) -> None:
         run, new, held = self._engine, self.config.max_response, self._held.get(row)
+        if held is not None and held.tokens[: len(tokens)] == tokens:
+            return  # over already
         known = held is not None and tokens[: len(held.tokens)] == held.tokens
         if known and len(tokens) > len(held.tokens):
             run.extend(held, tokens[len(held.tokens) :], new)

@@ -204,10 +204,15 @@ class ContinuousEngine:
         ]
         while not self.scheduler.idle:
             self.step()
-        return self.rollout(sequences, prompts.shape[1] + max_response)
+        rollout = self.rollout(sequences, prompts.shape[1] + max_response, copy=False)
+        self._store = None  # the rollout's now
+        return rollout
 
-    def rollout(self, sequences: Sequences[Sequence], length: int) -> Rollout:
-        """The records of `sequences`, in their order, as a Rollout."""
+    def rollout(self, sequences: Sequences[Sequence], length: int, *, copy=True) -> Rollout:
+        """The records of `sequences`, in their order, as a Rollout.
+
+        Without a copy it may share the store's buffers, which the next dispatch takes.
+        """
         self._land()
         kept = self._store or self._empty_store()
         rows = np.asarray([s.row for s in sequences])
@@ -215,7 +220,7 @@ class ContinuousEngine:
 
         def cut(a):
             a = a if everything else a[:, rows[: a.shape[1]]]
-            return jnp.asarray(a[:, :, :length])
+            return jnp.array(a[:, :, :length], copy=copy)
 
         wide = lambda rows, dtype: _padded(rows, length, dtype)
         ends = jnp.asarray([len(s.tokens) - 1 for s in sequences], jnp.int32)  # never fed

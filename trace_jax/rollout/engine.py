@@ -72,7 +72,9 @@ class Engine:
         self.config = config
         self._generate = jax.jit(partial(_generate, config))
 
-    def __call__(self, params, prompts, lengths, keys, *, version=0, noise_seed=0) -> Rollout:
+    def __call__(
+        self, params, prompts, lengths, keys, *, version=0, noise_seed=0, turn=0
+    ) -> Rollout:
         """Samples `config.samples` responses a prompt.
 
         Args:
@@ -81,6 +83,7 @@ class Engine:
           keys: [P * samples] request keys; the samples of a prompt are adjacent.
           version: policy version of `params`.
           noise_seed: seed of the emulated engine noise.
+          turn: of an episode; every turn is prefilled anew here.
 
         Returns:
           Rollout of N = P * samples rows and S = L + max_response tokens.
