@@ -101,3 +101,23 @@ def test_bf16_error_is_that_of_transformers(family):
     logits = trace_jax.forward(config, params, golden["tokens"]).logits
     ours = np.median(np.sqrt(np.mean(error(logits, family) ** 2, axis=-1)))
     assert 1e-3 < ours < max(1.25 * golden["bf16_error"][0], 3e-3)
+
+
+@family
+def test_bf16_error_of_every_token_once_routes_are_the_same(family):
+    """Nothing hides behind the median: on FP32's routes the error of all tokens is as small."""
+    config, params = golden_files.checkpoint(family, "bfloat16")
+    golden = golden_files.expected(family)
+    routes = None
+    if "routes" in golden:
+        shape = (config.num_layers, *golden["tokens"].shape, config.top_k)
+        routes = np.full(shape, model.NOT_RECORDED, np.int32)
+        routes[config.dense_layers :] = golden["routes"]
+    spec = model.numerics(config, BF16_POLICY.resolve(config.num_layers))
+
+    @jax.jit
+    def forward(params, tokens, routes):
+        return model.logits(params, model.apply(config, params, tokens, spec, routes=routes).hidden)
+
+    logits = forward(params, golden["tokens"], routes)
+    assert np.sqrt(np.mean(error(logits, family) ** 2)) < 1.5 * golden["bf16_error"][0]
