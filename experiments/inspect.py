@@ -26,7 +26,7 @@ def main():
     print(f"parameters  {billions(found['parameters'])} total, {billions(found['active'])} active")
     for name in ("bf16", "nvfp4", "mxfp4"):
         print(f"weights     {found[f'bytes_{name}'] / 2**30:.2f} GiB with experts in {name}")
-    for name in ("bf16", "nvfp4"):
+    for name in ("bf16", "fp8", "nvfp4"):
         print(f"KV-cache    {found[f'kv_bytes_per_token_{name}']} bytes a token in {name}")
     print(f"guidance    {found['guidance_bytes_per_token']} bytes a token (default plan)")
     cli.print_json({"family": family_of(config), **found})

@@ -148,6 +148,24 @@ REFUSED = [
     ({"rl.old_logprobs": "actor"}, "rl.old_logprobs is 'actor'; write one of learner, rollout"),
     ({"precision.kv": "nvfp8"}, "precision.kv is 'nvfp8'; did you mean 'nvfp4'?"),
     ({"precision.weights": "int4"}, "precision.weights is 'int4'; "),
+    ({"precision.weights": "fp8"}, "precision.weights is 'fp8'; "),
+    ({"precision.activations": "fp8"}, "precision.activations is 'fp8'; "),
+    ({"precision.kv_window": -1}, "precision.kv_window is -1; write 0 or more"),
+    (
+        {"precision.kv_window": 64, "precision.kv": "bf16"},
+        "precision.kv_window is 64 with precision.kv 'bf16', which it would not change; "
+        "write precision.kv_window=0, or a format for precision.kv",
+    ),
+    (
+        {"precision.rotate_v": True, "precision.kv": "bf16"},
+        "precision.rotate_v is True with precision.kv 'bf16', which it would not change; "
+        "write precision.rotate_v=False, or a format",
+    ),
+    (
+        {"precision.rotate_v": True, "model.head_dim": 24},
+        "precision.rotate_v is True, and model.head_dim 24 is not a power of two; write "
+        "precision.rotate_v=False",
+    ),
     ({"precision.bf16_layers": "first:9"}, "config: layers 'first:9': write all, none, first:N"),
     ({"guidance.layers": "last:5"}, "config: layers 'last:5': write all, none, first:N"),
     ({"guidance.layers": "0,4"}, "config: layers (0, 4): the model has layers 0 to 3"),
@@ -209,13 +227,29 @@ def test_a_plan_that_meets_no_quantized_site_is_refused():
         "guidance.sites ('expert_in', 'k', 'v') are quantized in none of guidance.layers "
         "'first:1'; write sites and layers that precision.* keeps in FP4, or mode='qat'"
     )
-    kv = {"guidance.sites": ("k", "v"), "precision.kv": "bf16"}
-    assert "('k', 'v') are quantized in none" in refusal(**kv)
+    for unguided in ("bf16", "fp8"):  # FP8 rows leave nothing that could guide
+        kv = {"guidance.sites": ("k", "v"), "precision.kv": unguided}
+        assert refusal(**kv) == (
+            "guidance.sites ('k', 'v') are quantized in none of guidance.layers 'last:0.5'; "
+            "write sites and layers that precision.* keeps in FP4, or mode='qat'"
+        )
     assert "() are quantized in none" in refusal(**{"guidance.sites": ()})
     # One site that is left is a plan; so is an explicit "none"; other modes ignore the plan.
-    assert freeze(config_with(**{"precision.kv": "bf16"})).guidance.sites == ("expert_in", "k", "v")
+    for kv in ("bf16", "fp8"):
+        left = freeze(config_with(**{"precision.kv": kv}))
+        assert left.guidance.sites == ("expert_in", "k", "v")
     assert freeze(config_with(**{"guidance.layers": "none"})).guidance.layers == "none"
     assert freeze(config_with(mode="qat", **settings)).mode == "qat"
+
+
+def test_the_kv_protections_reach_the_policy():
+    settings = {"precision.kv_window": 64, "precision.rotate_v": True, "precision.kv": "fp8"}
+    settings["precision.bf16_layers"] = "first:1"
+    first, *rest = freeze(config_with(**settings)).fp4_policy().resolve(4)
+    assert (first.kv_window, first.rotate_v, first.v) == (0, False, None)
+    assert {(p.kv_window, p.rotate_v, p.k.name, p.v.name) for p in rest} == {
+        (64, True, "fp8", "fp8")
+    }
 
 
 def test_two_bit_scales_with_4_over_6_are_refused():

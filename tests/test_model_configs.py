@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trace_jax.config import freeze
-from trace_jax.fp4 import MXFP4, NVFP4, GuidancePlan, guidance_bytes_per_token
+from trace_jax.fp4 import FP8, MXFP4, NVFP4, GuidancePlan, guidance_bytes_per_token
 from trace_jax.model import ModelConfig
 from trace_jax.model.accounting import kv_bytes_per_token, state_bytes, weight_bytes
 from trace_jax.model.config_parts import Latent, Router, Yarn
@@ -54,6 +54,10 @@ def test_bytes_of_qwen3_30b():
     assert kv_bytes_per_token(config, None) == 48 * 2 * 4 * 128 * 2
     # 64 code bytes, 8 scale bytes, 1 outer exponent for each of 48 x 2 x 4 heads.
     assert kv_bytes_per_token(config, NVFP4) == 48 * 2 * 4 * 73
+    assert kv_bytes_per_token(config, FP8) == 48 * 2 * 4 * 129
+    # A window keeps the rows in BF16 as well.
+    assert kv_bytes_per_token(config, NVFP4, kv_window=64) == 48 * 2 * 4 * (73 + 256)
+    assert kv_bytes_per_token(config, None, kv_window=64) == kv_bytes_per_token(config, None)
 
 
 def test_inspect_prints_what_qwen3_30b_takes(tmp_path):
@@ -71,6 +75,7 @@ def test_inspect_prints_what_qwen3_30b_takes(tmp_path):
         "weights     18.06 GiB with experts in nvfp4",
         "weights     17.21 GiB with experts in mxfp4",
         "KV-cache    98304 bytes a token in bf16",
+        "KV-cache    49536 bytes a token in fp8",
         "KV-cache    28032 bytes a token in nvfp4",
         "guidance    13824 bytes a token (default plan)",
     ]

@@ -108,11 +108,13 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """Formats of the FP4 side: nvfp4 | mxfp4 | nvfp4_4over6 | bf16."""
+    """Formats of the FP4 side: nvfp4 | mxfp4 | nvfp4_4over6 | bf16; for kv also fp8."""
 
     weights: str = "nvfp4"
     activations: str = "nvfp4"
     kv: str = "nvfp4"
+    kv_window: int = 0  # most recent tokens whose K and V a query reads in BF16; 0: none
+    rotate_v: bool = False  # V is quantized after a Hadamard rotation over the head
     bf16_layers: str = "none"  # layers kept in BF16: none | first:N | last:N | 0,3,5
 
 
@@ -213,7 +215,7 @@ class Config:
         rules += [Rule("[kv]", p.kv)]
         if p.bf16_layers != "none":
             rules += [Rule("*", "bf16", p.bf16_layers)]
-        return PrecisionPolicy(tuple(rules))
+        return PrecisionPolicy(tuple(rules), p.kv_window, p.rotate_v)
 
 
 # --- from ConfigDict -----------------------------------------------------------
@@ -364,6 +366,7 @@ _AT_LEAST = {
     "rl.balance_coef": 0,
     "rollout.engine_noise": 0,
     "rollout.slots": 0,
+    "precision.kv_window": 0,
     "optim.warmup_steps": 0,
     "optim.weight_decay": 0,
     "optim.max_bad_steps": 1,
@@ -400,7 +403,8 @@ def _validate(c: Config) -> None:
     _choice("rollout.engine", c.rollout.engine, ("batch", "continuous"))
     _choice("rl.old_logprobs", c.rl.old_logprobs, ("learner", "rollout"))
     for name in ("weights", "activations", "kv"):
-        _choice(f"precision.{name}", getattr(c.precision, name), (*FORMATS, "bf16"))
+        more = ("fp8", "bf16") if name == "kv" else ("bf16",)
+        _choice(f"precision.{name}", getattr(c.precision, name), (*FORMATS, *more))
     wrong = c.warmup.wrong_answers
     require(0 <= wrong < 1, f"warmup.wrong_answers is {wrong}; write a share from 0 up to, not 1")
     for name in ("b1", "b2"):
@@ -497,12 +501,34 @@ def _validate_numerics(c: Config) -> None:
         f"rollout.engine is {c.rollout.engine!r}, whose KV pages hold neither latents nor linear "
         "attention's states; write rollout.engine='batch'",
     )
+    _validate_kv(c)
     if c.mode == "trace":
         _validate_plan(c, plan, planned_layers(c.model, precision, plan), precision)
     axes = [getattr(c.mesh, f.name) for f in dataclasses.fields(c.mesh)]
     require(
         axes.count(-1) <= 1 and all(a == -1 or a >= 1 for a in axes),
         f"mesh axes are {axes}; write sizes of 1 or more, at most one of them -1",
+    )
+
+
+def _validate_kv(c: Config) -> None:
+    p = c.precision
+    for name, off in (("kv_window", 0), ("rotate_v", False)):
+        value = getattr(p, name)
+        require(
+            value == off or p.kv != "bf16",
+            f"precision.{name} is {value} with precision.kv 'bf16', which it would not change; "
+            f"write precision.{name}={off}, or a format for precision.kv",
+        )
+    require(
+        not p.rotate_v or not c.model.latent.kv_rank,
+        "precision.rotate_v is True, and the values of latent attention are its keys too; "
+        "write precision.rotate_v=False",
+    )
+    require(
+        not p.rotate_v or c.model.head_dim.bit_count() == 1,
+        f"precision.rotate_v is True, and model.head_dim {c.model.head_dim} is not a power of "
+        "two; write precision.rotate_v=False",
     )
 
 

@@ -6,23 +6,20 @@ import jax.numpy as jnp
 from trace_jax.fp4 import formats
 
 
-def check_size(size: int) -> None:
-    """ValueError for a size that has no Hadamard matrix of this form."""
-    if size < 1 or size & (size - 1):
-        raise ValueError(
-            f"rotate_v: head size {size} is not a power of two and has no Hadamard matrix here; "
-            "write rotate_v=False"
-        )
-
-
 def hadamard(x: jax.Array) -> jax.Array:
     """x [..., n] times the normalized Hadamard matrix of n, a power of two, in x's dtype.
 
     The matrix is its own transpose and inverse. By sums and differences in a fixed order, so
     that decode and training, whose shapes differ, round alike.
+
+    Raises:
+      ValueError: another n.
     """
     size = x.shape[-1]
-    check_size(size)
+    if size.bit_count() != 1:
+        raise ValueError(
+            f"hadamard: size {size} is not a power of two; write rotate_v=False for such heads"
+        )
     y, half = x.astype(jnp.float32), 1
     while half < size:
         a, b = jnp.moveaxis(y.reshape(*x.shape[:-1], -1, 2, half), -2, 0)

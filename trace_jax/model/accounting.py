@@ -2,7 +2,15 @@
 
 import jax
 
-from trace_jax.fp4 import MXFP4, NVFP4, Format, GuidancePlan, guidance_bytes_per_token
+from trace_jax.fp4 import (
+    FP8,
+    MXFP4,
+    NVFP4,
+    E4M3Rows,
+    Format,
+    GuidancePlan,
+    guidance_bytes_per_token,
+)
 from trace_jax.fp4.formats import num_blocks
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.linear_attention import empty_state
@@ -24,15 +32,27 @@ def weight_bytes(config: ModelConfig, fmt: Format | None) -> int:
     return total
 
 
-def kv_bytes_per_token(config: ModelConfig, fmt: Format | None) -> int:
-    """Bytes that a token leaves in the caches of all layers: K and V, or latents."""
+def kv_bytes_per_token(
+    config: ModelConfig, fmt: Format | E4M3Rows | None, kv_window: int = 0
+) -> int:
+    """Bytes that a token leaves in the caches of all layers: K and V, or latents.
+
+    With a window of BF16 tokens every row is kept in BF16 beside `fmt`, see
+    kv_planes.empty_planes.
+    """
     total = 0
     for layers, rows, width in (config.site_shapes()[site] for site in ("k", "v")):
-        row = 2 * width
-        if fmt is not None:
-            row = num_blocks(width, fmt) * (fmt.block // 2 + 1) + 1
-        total += len(layers) * rows * row
+        total += len(layers) * rows * _row_bytes(width, fmt)
+        if kv_window and fmt is not None:
+            total += len(layers) * rows * _row_bytes(width, None)
     return total
+
+
+def _row_bytes(width: int, fmt: Format | E4M3Rows | None) -> int:
+    if fmt is None:
+        return 2 * width
+    # One more byte a row: the exponent of its power of two.
+    return 1 + (width if fmt == FP8 else num_blocks(width, fmt) * (fmt.block // 2 + 1))
 
 
 def state_bytes(config: ModelConfig) -> int:
@@ -51,6 +71,7 @@ def summary(config: ModelConfig, plan: GuidancePlan) -> dict[str, int]:
         "bytes_nvfp4": weight_bytes(config, NVFP4),
         "bytes_mxfp4": weight_bytes(config, MXFP4),
         "kv_bytes_per_token_bf16": kv_bytes_per_token(config, None),
+        "kv_bytes_per_token_fp8": kv_bytes_per_token(config, FP8),
         "kv_bytes_per_token_nvfp4": kv_bytes_per_token(config, NVFP4),
         "state_bytes": state_bytes(config),
         "guidance_bytes_per_token": round(guidance_bytes_per_token(config, plan, NVFP4)),
