@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,7 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(tmp_path):
     state = small_state()
     saver = Checkpointer(tmp_path / "ck")
     saver.save(3, state, {"reward": 0.5, "name": "run"})
+    saver.wait()
     back, metadata = Checkpointer(tmp_path / "ck").restore(None, small_state(fill=0.0))
     assert_same(state, back)
     assert metadata == saver.read_metadata() == {"reward": 0.5, "name": "run"}
@@ -103,16 +105,92 @@ def test_restored_counters_can_join_a_sharded_step(tmp_path):
     assert jax.jit(lambda s: s["w"].sum() * s["n"])(back) == 48
 
 
-def test_saved_values_survive_donation(tmp_path):
+class Held:
+    """Keeps a save from being published until `release`."""
+
+    def __init__(self, saver, patch):
+        self.release, self.started = threading.Event(), threading.Event()
+        real = saver._orbax.wait_until_finished
+
+        def wait():
+            if threading.current_thread().name == "checkpoint":  # Orbax asks too, in its save
+                self.started.set()
+                assert self.release.wait(30)
+            real()
+
+        patch.setattr(saver._orbax, "wait_until_finished", wait)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_saved_values_survive_donation(tmp_path, monkeypatch, devices):
     """BR-133: the next step may take the buffers of the state as soon as save returns."""
     step = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
-    state = {"w": jax.device_put(jnp.arange(4096.0), on(8, "x"))}
+    w = jax.device_put(jnp.arange(2.0**22), on(devices, "x"))
+    state = {"w": w, "n": np.arange(3), "v": w + 1}
+    where = state["v"].addressable_shards[0].data.unsafe_buffer_pointer()
+    given = state["n"]
     saver = Checkpointer(tmp_path)
+    held = Held(saver, monkeypatch)
     saver.save(1, state, {})
-    state = step(state)
-    jax.block_until_ready(state)
-    back, _ = saver.restore(1, state)
-    assert np.array_equal(back["w"], np.arange(4096.0))
+    assert saver._writer.is_alive() and not (tmp_path / "1").exists(), "nobody waited"
+    arrays = {k: state[k] for k in "wv"}
+    new = step(arrays)
+    given[:] = -1
+    jax.block_until_ready(new)
+    taken = {a.addressable_shards[0].data.unsafe_buffer_pointer() for a in new.values()}
+    assert arrays["v"].is_deleted() and where in taken, "the buffers were really taken"
+    held.release.set()
+    back, _ = saver.restore(1, new | {"n": given})
+    assert np.array_equal(back["w"], np.arange(2.0**22))
+    assert np.array_equal(back["v"], np.arange(2.0**22) + 1)
+    assert np.array_equal(back["n"], [0, 1, 2])
+
+
+def test_a_save_that_fails_behind_the_caller_is_raised_once_by_what_comes_next(
+    tmp_path, monkeypatch
+):
+    saver = save_steps(tmp_path, 5)
+
+    def full(folder, body):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module, "seal", full)
+    for ask in (saver.wait, saver.latest_step, lambda: saver.save(7, LIKE, {}), saver.empty):
+        saver.save(6, LIKE, {})
+        with pytest.raises(CheckpointError, match="step 6 was not saved.*No space") as error:
+            ask()
+        first_line_only(error)
+        saver.check()
+        assert os.listdir(tmp_path) == ["5"] and saver.latest_step() == 5
+    saver.save(6, LIKE, {})
+    saver._writer.join()
+    with pytest.raises(CheckpointError, match="step 6 was not saved"):
+        saver.check()
+    with pytest.raises(KeyError), saver:  # an error of the run itself comes first
+        saver.save(6, LIKE, {})
+        raise KeyError
+    assert not saver._writer.is_alive()
+
+
+def test_check_does_not_wait(tmp_path, monkeypatch):
+    saver = Checkpointer(tmp_path)
+    held = Held(saver, monkeypatch)
+    saver.save(1, LIKE, {})
+    assert held.started.wait(30)
+    saver.check()
+    assert not (tmp_path / "1").exists()
+    held.release.set()
+    assert saver.latest_step() == 1
+
+
+def test_a_swap_killed_between_its_renames_loses_no_step(tmp_path):
+    """The step that gave way returns, unless its successor stands already."""
+    save_steps(tmp_path, 5, 10)
+    (tmp_path / "10").rename(tmp_path / ".replaced-10")
+    assert save_steps(tmp_path).all_steps() == [5, 10]
+    shutil.copytree(tmp_path / "5", tmp_path / ".replaced-10")
+    assert Checkpointer(tmp_path).restore(None, LIKE)[1] == {"s": 10}
+    assert sorted(os.listdir(tmp_path)) == ["10", "5"]
 
 
 def test_restored_arrays_can_be_donated(tmp_path):
@@ -162,6 +240,7 @@ def save_steps(path, *steps):
     for s in steps:
         w = np.random.default_rng(s).normal(size=3000).astype(np.float32)
         saver.save(s, {"w": w, "s": s}, {"s": s})
+    saver.wait()
     return saver
 
 
@@ -214,6 +293,7 @@ def test_a_killed_save_leaves_nothing_that_counts(tmp_path):
     shutil.copytree(tmp_path / "5", tmp_path / ".saving-10")
     assert saver.latest_step() == 5 and saver.restore(None, LIKE)[1] == {"s": 5}
     saver.save(10, LIKE, {"s": 10})
+    saver.wait()
     assert sorted(os.listdir(tmp_path)) == ["10", "5"]
 
 
@@ -276,10 +356,12 @@ def test_the_operating_system_refusing_bytes_is_one_clear_line(tmp_path):
         "from trace_jax.checkpoint import Checkpointer, CheckpointError\n"
         "saver = Checkpointer(sys.argv[1])\n"
         "saver.save(1, {'w': np.zeros(4)}, {})\n"
+        "saver.wait()\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))\n"
         "try:\n"
         "    saver.save(2, {'w': np.random.default_rng(0).normal(size=9000)}, {})\n"
+        "    saver.wait()\n"
         "except CheckpointError as error:\n"
         "    print(saver.latest_step(), error)\n"
     )

@@ -160,10 +160,12 @@ def test_audit_names_a_planted_difference_with_both_values(auditor, capsys):
     planted = rollout.replace(audit=rollout.audit | {"k": rollout.audit["k"]._replace(codes=codes)})
     store = Checkpointer(trainer().workdir / "audit", 1)
     store.save(2, planted, {"step": 2})
+    store.wait()
     try:
         lines, found = run(capsys)
     finally:
         store.save(2, rollout, {"step": 2})
+        store.wait()
     parting = found["parting"]
     where = {k: parting[k] for k in ("layer", "site", "row", "position", "index")}
     assert where == {"layer": 0, "site": "k", "row": 0, "position": 0, "index": [0, 5]}
@@ -182,11 +184,13 @@ def test_audit_of_another_step_than_the_checkpoint_is_refused(auditor, capsys):
     rollout = trainer().load_audit()
     store = Checkpointer(trainer().workdir / "audit", 1)
     store.save(2, rollout, {"step": 1})
+    store.wait()
     try:
         with pytest.raises(ValueError, match=r"recorded at step 1 and the newest checkpoint is of"):
             audit.main()
     finally:
         store.save(2, rollout, {"step": 2})
+        store.wait()
 
 
 def test_audit_of_a_folder_without_a_run_is_refused(monkeypatch, tmp_path):

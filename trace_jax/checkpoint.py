@@ -3,8 +3,9 @@
 A save is written to a hidden folder, sealed with a record of every leaf (dtype, shape) and every
 file (size, CRC), and renamed into place: a folder named by its step is complete or damaged later,
 never half-written. The CRCs are ours because Orbax restores a flipped bit of a value in silence.
-Saves are synchronous, so the caller may donate the state to its next step at once.
-One process only.
+A save returns once the state is copied to the host, so the caller may donate it to its next step
+at once; the writing goes on behind it. All processes save and restore together: each writes its
+own shards, the first one seals.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from trace_jax.checkpoint_files import damage, read_body, seal, swap
+from trace_jax.checkpoint_files import SCRATCH, damage, read_body, recover, seal, swap
 
 ARRAYS = "arrays"
 
@@ -44,58 +46,120 @@ class Checkpointer:
             raise ValueError(f"keep is {keep}: write 1 or more checkpoints to keep")
         self.directory = Path(directory).resolve()
         self.keep = keep
-        self._orbax = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._writer: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        if _first_process():
+            recover(self.directory)
 
     def save(self, step: int, state: Any, metadata: dict[str, Any]) -> Path:
-        """Commits `state` as the newest step and returns its folder.
+        """Starts to save `state` as the newest step and returns the folder that it will be.
 
-        A save at or below the newest step follows a roll-back: it replaces that step and removes
-        the later ones, which belong to an abandoned branch. Raises CheckpointError, with every
-        earlier save untouched, when the disk is full or the write fails.
+        An earlier save is waited for. A save at or below the newest step follows a roll-back: it
+        replaces that step and removes the later ones, which belong to an abandoned branch.
+
+        Raises:
+            CheckpointError: the disk is full or a write failed, with every earlier save
+                untouched. What fails behind the caller is raised by the next `save`, `check`,
+                `wait`, or question about steps.
         """
         if step < 0:
             raise ValueError(f"step is {step}: write 0 or more")
-        final = self.directory / str(step)
-        scratch = self.directory / f".saving-{step}"
+        scratch = self.directory / f"{SCRATCH}{step}"
         leaves = _named_leaves(state)
         body = {"step": step, "metadata": metadata, "leaves": {k: _kind(v) for k, v in leaves}}
         json.dumps(body)  # bad metadata raises TypeError before anything is written
-        try:
+        self.wait()
+        with contextlib.ExitStack() as quiet:
+            quiet.enter_context(_quiet())
+            try:
+                self._start_writing(scratch, leaves)
+            except Exception as error:
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise self._not_saved(step, error) from error
+            arguments = (step, scratch, body, quiet.pop_all())
+            self._writer = threading.Thread(target=self._finish, args=arguments, name="checkpoint")
+            self._writer.start()
+        return self.directory / str(step)
+
+    def wait(self) -> None:
+        """Returns once nothing is being written; raises what failed, once."""
+        if self._writer is not None:
+            self._writer.join()
+        self.check()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """Waits for what is being written; its failure does not hide another error."""
+        if kind is None:
+            self.wait()
+        elif self._writer is not None:
+            self._writer.join()
+
+    def check(self) -> None:
+        """Raises CheckpointError if a save has failed behind the caller; does not wait."""
+        if self._writer is None or self._writer.is_alive():
+            return
+        failure, self._writer, self._failure = self._failure, None, None
+        if failure is not None:
+            raise failure
+
+    def _start_writing(self, scratch: Path, leaves: list[tuple[str, Any]]) -> None:
+        """Copies the state to the host and lets Orbax write it; returns after the copy."""
+        if _first_process():
             self.directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
+            for left in self.directory.glob(f"{SCRATCH}*"):  # by a killed process
+                shutil.rmtree(left, ignore_errors=True)
             _check_space(self.directory, leaves)
             scratch.mkdir()
-            arrays = {k: _to_array(v) for k, v in leaves if np.size(_to_array(v))}
-            if arrays:
-                with _quiet():
-                    self._orbax.save(scratch / ARRAYS, args=ocp.args.PyTreeSave(arrays))
-            seal(scratch, body)
-            swap(scratch, final)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"step {step} was not saved to {self.directory}: {_first_line(error)}; "
-                "earlier checkpoints are untouched"
-            ) from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        arrays = {k: _snapshot(_to_array(v)) for k, v in leaves if np.size(_to_array(v))}
+        if arrays:
+            self._orbax.save(scratch / ARRAYS, args=ocp.args.PyTreeSave(arrays))
+
+    def _finish(self, step: int, scratch: Path, body: dict, quiet: contextlib.ExitStack) -> None:
+        """Waits for Orbax, proves and publishes the save, removes old ones."""
+        with quiet:
+            try:
+                self._orbax.wait_until_finished()
+                if _first_process():
+                    seal(scratch, body)
+                    swap(scratch, self.directory / str(step))
+                    self._retire(step)
+            except Exception as error:
+                self._failure = self._not_saved(step, error)
+                self._failure.__cause__ = error
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+    def _retire(self, step: int) -> None:
         newest_first = self._committed()
         kept = [s for s in newest_first if s <= step][: self.keep]
         for old in set(newest_first) - set(kept):
             shutil.rmtree(self.directory / str(old), ignore_errors=True)
-        return final
+
+    def _not_saved(self, step: int, error: Exception) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
+        return CheckpointError(
+            f"step {step} was not saved to {self.directory}: {_first_line(error)}; "
+            "earlier checkpoints are untouched"
+        )
 
     def empty(self) -> bool:
         """No step was ever committed, neither a whole one nor one that was damaged later."""
+        self.wait()
         return not self._committed()
 
     def latest_step(self) -> int | None:
         """The newest step whose every file is whole, or None."""
+        self.wait()
         return next((s for s in self._committed() if not damage(self.directory / str(s))), None)
 
     def all_steps(self) -> list[int]:
         """Steps whose every file is whole, oldest first."""
+        self.wait()
         return [s for s in self._committed()[::-1] if not damage(self.directory / str(s))]
 
     def read_metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -136,6 +200,7 @@ class Checkpointer:
         return sorted((int(n) for n in names if n.isdecimal() and str(int(n)) == n), reverse=True)
 
     def _trusted(self, step: int | None) -> Path:
+        self.wait()
         committed = self._committed()
         if not committed or step not in (None, *committed):
             steps = ", ".join(map(str, committed[::-1])) or "none"
@@ -181,6 +246,21 @@ def _to_array(leaf: Any) -> Any:
     if _is_key(leaf):
         return jax.random.key_data(leaf)
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _snapshot(array: Any) -> Any:
+    """An array that no donation can reach.
+
+    Orbax copies what lies on an accelerator before its `save` returns. On the CPU its copy would
+    be the very buffer that the next step is given.
+    """
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    return jnp.copy(array) if next(iter(array.devices())).platform == "cpu" else array
+
+
+def _first_process() -> bool:
+    return jax.process_index() == 0
 
 
 def _sharding(like: Any) -> jax.sharding.Sharding | None:

@@ -9,7 +9,8 @@ import zlib
 from pathlib import Path
 
 RECORD = "commit.json"
-
+SCRATCH = ".saving-"  # folders of saves under way
+REPLACED = ".replaced-"  # steps that give way to a newer save of the same number
 
 
 def seal(folder: Path, body: dict) -> None:
@@ -25,7 +26,7 @@ def seal(folder: Path, body: dict) -> None:
 
 def swap(scratch: Path, final: Path) -> None:
     """Renames into place; a step saved before gives way only once the new one stands ready."""
-    old = final.with_name(f".replaced-{final.name}")
+    old = final.with_name(f"{REPLACED}{final.name}")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
@@ -36,6 +37,16 @@ def swap(scratch: Path, final: Path) -> None:
             old.rename(final)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(directory: Path) -> None:
+    """Undoes a swap that was killed between its two renames: the step that gave way returns."""
+    for old in directory.glob(f"{REPLACED}*"):
+        final = directory / old.name.removeprefix(REPLACED)
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(final)
 
 
 def read_body(folder: Path) -> dict:

@@ -252,6 +252,7 @@ class Trainer:
         rollout = self.actor.generate(params, self.actor.prompts(step), step, version)
         rows = first_rows(rollout, self.config.ledger.audit_rows)
         self.audits.save(step, rows, {"step": step})
+        self.audits.wait()
 
     def load_audit(self) -> Rollout:
         return self.audits.restore(None, self._rollout_like(self.config.ledger.audit_rows))[0]
@@ -435,7 +436,9 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
             if interrupt.asked or step + 1 == w.steps:
                 saved.save(step + 1, state, {"step": step + 1})
             if interrupt.asked:
+                saved.wait()
                 _stop(trainer, f"warm start, step {step + 1}")
+    saved.wait()
     return state.params
 
 
@@ -488,8 +491,10 @@ def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):
         MetricWriter(trainer.workdir, first) as writer,
         ProgressLine(c.rl.steps, first, "RL", stream=stream) as progress,
         Interrupt() as interrupt,
+        trainer.checkpoints,
     ):
         for step in range(first, c.rl.steps):
+            trainer.checkpoints.check()
             state, metrics = trainer.iteration(step, state)
             done = step + 1
             if c.eval.every and done % c.eval.every == 0:
@@ -500,6 +505,7 @@ def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):
             if done % c.checkpoint.every == 0 or interrupt.asked or done == c.rl.steps:
                 trainer.save(done, state, before)
             if interrupt.asked and done < c.rl.steps:
+                trainer.checkpoints.wait()
                 _stop(trainer, f"step {done}")
     return state, row
 
