@@ -3,6 +3,7 @@
 `pytest` runs everything on CPU; `pytest -m gpu` runs the GPU tests on the GPU.
 """
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -34,6 +35,21 @@ def pytest_configure(config):
     hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
     hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """Lets compiled programs go before the process reaches the kernel's limit of maps.
+
+    Each holds a few of the 65,530 that Linux grants by default; at the limit XLA aborts.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > 25_000:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 def _has_gpu() -> bool:
