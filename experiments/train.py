@@ -11,6 +11,7 @@ from ml_collections import config_flags
 
 from experiments import cli
 from trace_jax.loop import train
+from trace_jax.parallel import is_first
 from trace_jax.report import write_report
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.")
@@ -22,6 +23,8 @@ def main():
     config = cli.config_of(CONFIG)
     print(cli.header(config), file=sys.stderr)
     result = train(config, Path(WORKDIR.value), resume=RESUME.value)
+    if not is_first():
+        return
     line = cli.summary(result, None)
     line["report"] = str(write_report(Path(WORKDIR.value), line))
     cli.print_json(line)

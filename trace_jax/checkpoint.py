@@ -25,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from trace_jax.checkpoint_files import SCRATCH, damage, read_body, recover, seal, swap
+from trace_jax.parallel import is_first
 
 ARRAYS = "arrays"
 
@@ -49,7 +50,7 @@ class Checkpointer:
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        if _first_process():
+        if is_first():
             recover(self.directory)
 
     def save(self, step: int, state: Any, metadata: dict[str, Any]) -> Path:
@@ -108,7 +109,7 @@ class Checkpointer:
 
     def _start_writing(self, scratch: Path, leaves: list[tuple[str, Any]]) -> None:
         """Copies the state to the host and lets Orbax write it; returns after the copy."""
-        if _first_process():
+        if is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
             for left in self.directory.glob(f"{SCRATCH}*"):  # by a killed process
                 shutil.rmtree(left, ignore_errors=True)
@@ -123,7 +124,7 @@ class Checkpointer:
         with quiet:
             try:
                 self._orbax.wait_until_finished()
-                if _first_process():
+                if is_first():
                     seal(scratch, body)
                     swap(scratch, self.directory / str(step))
                     self._retire(step)
@@ -257,10 +258,6 @@ def _snapshot(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array.copy()
     return jnp.copy(array) if next(iter(array.devices())).platform == "cpu" else array
-
-
-def _first_process() -> bool:
-    return jax.process_index() == 0
 
 
 def _sharding(like: Any) -> jax.sharding.Sharding | None:

@@ -175,6 +175,17 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """Processes of a run, one a host, through jax.distributed."""
+
+    coordinator: str = ""  # "": one process | auto: as JAX detects (Slurm, MPI, Cloud TPU, GKE)
+    # | host:port of the first process, for what is not detected; then also:
+    processes: int = 1
+    process: int = 0
+    timeout: int = 100  # seconds of silence after which a process counts as dead
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     model: ModelConfig
     method: str = ""  # a named set of settings, see trace_jax.methods
@@ -193,6 +204,7 @@ class Config:
     ledger: LedgerConfig = LedgerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     def __post_init__(self):
         _validate(self)
@@ -376,6 +388,9 @@ _AT_LEAST = {
     "ledger.audit_rows": 1,
     "checkpoint.every": 1,
     "checkpoint.keep": 1,
+    "distributed.processes": 1,
+    "distributed.process": 0,
+    "distributed.timeout": 1,
 }
 _ABOVE_ZERO = (
     "optim.learning_rate",
@@ -444,6 +459,17 @@ def _validate(c: Config) -> None:
     require(
         c.ledger.audit_rows <= c.rows,
         f"ledger.audit_rows is {c.ledger.audit_rows}; write at most the {c.rows} rows of a rollout",
+    )
+    d = c.distributed
+    require(
+        d.process < d.processes,
+        f"distributed.process is {d.process} of distributed.processes {d.processes}; write 0 to "
+        f"{d.processes - 1}",
+    )
+    require(
+        d.processes == 1 or d.coordinator not in ("", "auto"),
+        f"distributed.processes is {d.processes} and distributed.coordinator {d.coordinator!r}; "
+        "write host:port of the first process as the coordinator",
     )
     _validate_task(c.task)
     _validate_numerics(c)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import signal
 import sys
 import time
@@ -20,7 +21,17 @@ from trace_jax.draws import STRIDE, Draw, fill
 from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
-from trace_jax.parallel import make_mesh, rows_sharding, shard_params, shard_rows, to_host
+from trace_jax.parallel import (
+    any_of,
+    is_first,
+    join,
+    make_mesh,
+    once,
+    rows_sharding,
+    shard_params,
+    shard_rows,
+    to_host,
+)
 from trace_jax.play import Played, Player, engine_shape, episode_counts, shard_record
 from trace_jax.pretrained import run_params, run_tokenizer
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
@@ -391,6 +402,11 @@ def _check_rows(config: Config, mesh) -> None:
         f"rollout.engine is 'continuous', which runs on one device so far, and the mesh has "
         f"{mesh.size}; write rollout.engine='batch'",
     )
+    require(
+        not config.task.multiturn or jax.process_count() == 1,
+        f"task.kind is {config.task.kind!r}, whose episodes one process plays so far; leave "
+        "distributed.* out",
+    )
     counts = {
         "rl.prompts_per_step": config.rl.prompts_per_step,
         "eval.problems": config.eval.problems,
@@ -433,9 +449,10 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
                 progress.update(step, jax.device_get(metrics))
             else:
                 progress.advance()
-            if interrupt.asked or step + 1 == w.steps:
+            asked = any_of(interrupt.asked)
+            if asked or step + 1 == w.steps:
                 saved.save(step + 1, state, {"step": step + 1})
-            if interrupt.asked:
+            if asked:
                 saved.wait()
                 _stop(trainer, f"warm start, step {step + 1}")
     saved.wait()
@@ -458,6 +475,8 @@ def train(
       ConfigError, ValueError, CheckpointError: one line that says what to write.
     """
     begun = time.perf_counter()
+    join(config.distributed)
+    stream = stream if is_first() else io.StringIO()
     trainer = Trainer(config, workdir)
     if config.warmup.init_from and params is None and trainer.checkpoints.empty():
         Checkpointer(Path(config.warmup.init_from) / "warmup", 1).read_metadata()  # or refuses
@@ -468,7 +487,7 @@ def train(
             f"rl.steps is {config.rl.steps} and the run is at step {done} already; write {done} or "
             "more",
         )
-    create_run_dir(trainer.workdir, to_dict(config), resume)
+    once(lambda: create_run_dir(trainer.workdir, to_dict(config), resume))
     if not trainer.checkpoints.empty():
         first, state, before = trainer.restore(trainer.start(trainer.fresh_params()))
     else:
@@ -488,7 +507,7 @@ def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):
     c = trainer.config
     row = next(reversed(read_metrics(trainer.workdir)), {})  # if no step is left to run
     with (
-        MetricWriter(trainer.workdir, first) as writer,
+        MetricWriter(trainer.workdir, first) if is_first() else contextlib.nullcontext() as writer,
         ProgressLine(c.rl.steps, first, "RL", stream=stream) as progress,
         Interrupt() as interrupt,
         trainer.checkpoints,
@@ -500,11 +519,12 @@ def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):
             if c.eval.every and done % c.eval.every == 0:
                 scores = trainer.evaluate(state["train"].params)
                 metrics |= {f"eval/{k}": v for k, v in scores.items()}
-            row = writer.write(step, metrics)
+            row = writer.write(step, metrics) if writer else {"step": step, **metrics}
             progress.update(step, row)
-            if done % c.checkpoint.every == 0 or interrupt.asked or done == c.rl.steps:
+            asked = any_of(interrupt.asked)
+            if done % c.checkpoint.every == 0 or asked or done == c.rl.steps:
                 trainer.save(done, state, before)
-            if interrupt.asked and done < c.rl.steps:
+            if asked and done < c.rl.steps:
                 trainer.checkpoints.wait()
                 _stop(trainer, f"step {done}")
     return state, row

@@ -16,7 +16,7 @@ from typing import Any
 CONFIG = "config.json"
 VERSIONS = "versions.json"
 # Keys that may differ on --resume: they move where or how long a run goes, not what it computes.
-HARMLESS = ("rl.steps", "workdir")
+HARMLESS = ("rl.steps", "workdir", "distributed")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "reasoning-gym")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trace_jax.config import Config, ConfigError, TaskConfig, require
+from trace_jax.parallel import from_first, is_first, to_host
 from trace_jax.rollout import Rollout
 from trace_jax.tasks import (
     Budget,
@@ -104,7 +105,7 @@ def make_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, config: Conf
 def responses(rollout: Rollout, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """(text, finished) of every row; only sampled tokens, never the prompt."""
     tokens, start, end, finished = (
-        np.asarray(a)
+        to_host(a)
         for a in (rollout.tokens, rollout.prompt_length, rollout.length, rollout.finished)
     )
     rows = zip(tokens, start, end, finished, strict=True)
@@ -119,7 +120,9 @@ def score(rollout: Rollout, prompts: Prompts, tokenizer: Tokenizer, samples: int
     """
     texts = responses(rollout, tokenizer)
     answers = [(prompts.problems[i // samples], *answer) for i, answer in enumerate(texts)]
-    return _laid_out(_rewards(answers), prompts, samples)
+    # A verdict may hang on the clock of a machine, so one process gives it.
+    values = _rewards(answers) if is_first() else [None] * len(answers)
+    return from_first(_laid_out(values, prompts, samples))
 
 
 def _rewards(answers: list[tuple[Problem, str, bool]]) -> list[float | None]:

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,11 +50,21 @@ def to_host(a) -> np.ndarray:
     return np.asarray(a)
 
 
+def put(a, sharding: NamedSharding) -> jax.Array:
+    """An array of this process, the same on every one, or a global array, laid out."""
+    if sharding.is_fully_addressable or not getattr(a, "is_fully_addressable", True):
+        return jax.device_put(a, sharding)
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(a), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(a))
+    return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
+
 def shard_params(params, mesh: Mesh):
     """Parameters (or any tree shaped like them) placed by `rules.param_spec`."""
 
     def place(path, a):
-        return jax.device_put(a, NamedSharding(mesh, param_spec(path, a.shape, mesh)))
+        return put(a, NamedSharding(mesh, param_spec(path, a.shape, mesh)))
 
     return jax.tree_util.tree_map_with_path(place, params)
 
@@ -83,6 +94,6 @@ def shard_rows(tree, mesh: Mesh):
                 f"write sizes (rl.prompts_per_step, eval.problems, warmup.batch_size) that are "
                 f"multiples of {ways}"
             )
-        return jax.device_put(a, rows_sharding(a.shape, 0, mesh))
+        return put(a, rows_sharding(a.shape, 0, mesh))
 
     return jax.tree.map(place, tree)

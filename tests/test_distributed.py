@@ -1,0 +1,159 @@
+"""Two processes on loopback with four devices each against one process with eight."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from run_helpers import rows_of, tiny
+
+from trace_jax import parallel
+from trace_jax.checkpoint import Checkpointer
+from trace_jax.config import ConfigError, DistributedConfig
+from trace_jax.metrics import read_metrics
+from trace_jax.parallel import processes
+
+TESTS = Path(__file__).resolve().parent
+GROUPS = {"rl": {"steps": 2}, "warmup": {"steps": 1}, "checkpoint": {"every": 1}}
+TIMEOUT = 10  # seconds of silence of a dead process
+PATIENCE = 560  # seconds until the tests give up on a process; compiling takes most of them
+
+
+def environment(devices: int) -> dict:
+    cache = jax.config.jax_compilation_cache_dir or os.environ["JAX_COMPILATION_CACHE_DIR"]
+    return os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+    }
+
+
+def begin(folder, devices: int, groups: dict) -> subprocess.Popen:
+    command = [sys.executable, str(TESTS / "child_run.py"), str(folder), json.dumps(groups)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environment(devices), stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def begin_two(folder, **groups) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    member = lambda i: {
+        "coordinator": address, "processes": 2, "process": i, "timeout": TIMEOUT
+    }
+    both = GROUPS | groups
+    return [begin(folder, 4, both | {"distributed": member(i)}) for i in range(2)]
+
+
+def finish(process: subprocess.Popen) -> str:
+    try:
+        out = process.communicate(timeout=PATIENCE)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, out[-2000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process with eight devices."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return folder, finish(begin(folder, 8, GROUPS))
+
+
+def saved(folder):
+    """Every leaf of the newest checkpoint, by name, as NumPy."""
+    saver = Checkpointer(folder / "checkpoints")
+    leaves = json.loads(
+        (saver.directory / str(saver.latest_step()) / "commit.json").read_text().split("\n")[1]
+    )["leaves"]
+    like = {name: np.zeros(shape, dtype) for name, (dtype, shape) in leaves.items()}
+    return saver.restore(None, like)[0]
+
+
+def assert_same(one, two):
+    assert rows_of(two) == rows_of(one), "losses, rewards, samples and ledgers"
+    first, second = saved(one), saved(two)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name], err_msg=name)
+
+
+def test_two_processes_are_one_run(alone, tmp_path):
+    """The same losses and samples; files once; the losses do not depend on the processes."""
+    outs = [finish(process) for process in begin_two(tmp_path / "run")]
+    assert_same(alone[0], tmp_path / "run")
+    lines = [[x for x in out.splitlines() if x.startswith("step ")] for out in outs]
+    assert len(lines[0]) == 3 and lines[1] == [], "one process reports"
+    ends = {x for out in outs for x in out.splitlines() if x.startswith("finished")}
+    assert ends == {alone[1].splitlines()[-1]}, "both know the result"
+
+
+def test_a_dead_process_ends_the_other_and_the_run_goes_on(alone, tmp_path):
+    """In bounded time, with a word on which one died; resumed by one process with 8 devices."""
+    folder = tmp_path / "run"
+    first, second = begin_two(folder, rl={"steps": 1000})
+    try:
+        seen = iter(first.stdout.readline, "")
+        assert any("reward" in line for line in seen), "no step was made"
+        os.kill(second.pid, signal.SIGKILL)
+        out = first.communicate(timeout=TIMEOUT + 60)[0]
+    finally:
+        first.kill()
+        second.kill()
+    assert first.returncode != 0
+    assert "another task died" in out or "unhealthy" in out or "Connection" in out, out[-2000:]
+    done = Checkpointer(folder / "checkpoints").latest_step()
+    made = len(read_metrics(folder))
+    assert made - 1 <= done <= made, "no step lost beyond the save that was under way"
+    groups = GROUPS | {"rl": {"steps": made + 1}}
+    assert "finished" in finish(begin(folder, 8, groups))
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == list(range(made + 1))
+    assert rows_of(folder)[:2] == rows_of(alone[0])[: len(rows)][:2]
+
+
+# --- one process ------------------------------------------------------------------------
+
+
+def test_settings_of_processes_are_checked_before_anything_is_joined():
+    with pytest.raises(ConfigError, match="distributed.process is 2 of distributed.processes 2"):
+        tiny(distributed={"coordinator": "a:1", "processes": 2, "process": 2})
+    with pytest.raises(ConfigError, match="write host:port of the first process"):
+        tiny(distributed={"processes": 2})
+
+
+def test_no_cluster_is_one_line(monkeypatch):
+    def initialize(**known):
+        raise ValueError("coordinator_address should be defined.\nmore")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(ConfigError, match=r"is 'auto' and the processes did not meet \(coord") as e:
+        parallel.join(DistributedConfig(coordinator="auto"))
+    assert "\n" not in str(e.value)
+    parallel.join(DistributedConfig())  # one process joins nothing
+
+
+def test_a_refusal_of_the_first_process_reaches_all(monkeypatch):
+    """Else the others would wait for it forever."""
+    told = []
+
+    def refuse():
+        raise ValueError("the folder is not empty")
+
+    monkeypatch.setattr(processes, "from_first", lambda a: told.append(a.copy()) or a)
+    with pytest.raises(ValueError, match="the folder is not empty"):
+        parallel.once(refuse)
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    monkeypatch.setattr(processes, "from_first", lambda a: told[0])
+    with pytest.raises(ValueError, match="^the folder is not empty$"):
+        parallel.once(refuse)
