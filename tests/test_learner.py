@@ -367,10 +367,11 @@ def test_learning_rate_warms_up_from_zero():
 def test_dynamic_sampling_masks_groups_without_a_gradient(name, masked):
     """DAPO leaves flat groups out of the token mean; the others keep them in it."""
     learner = learner_of(config_of(rl={"algorithm": name}))
-    trainer = SimpleNamespace(learner=learner, mesh=make_mesh(MeshConfig(), jax.devices()[:1]))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    trainer = SimpleNamespace(learner=learner, mesh=mesh, queue=SimpleNamespace(lag=0))
     rewards = np.array([[1, 0], [1, 1], [0, 0], [1, 0]], np.float32)
     valid = np.array([[True, True], [True, True], [True, True], [True, False]])
-    advantages, live = Trainer._advantages(trainer, rewards, valid)
+    advantages, live = Trainer._advantages(trainer, rewards, valid, np.zeros(8, np.int32))
     np.testing.assert_allclose(advantages, [1, -1, 0, 0, 0, 0, 0, 0], atol=1e-4)
     kept = [1, 1, 0, 0, 0, 0, 0, 0] if masked else [1, 1, 1, 1, 1, 1, 1, 0]
     assert live.tolist() == [bool(k) for k in kept]

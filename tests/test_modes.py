@@ -29,8 +29,7 @@ TABLE = {
 
 def names(layer) -> dict:
     """{tensor: name of its format, None for BF16} of one layer."""
-    formats = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
-    return {tensor: fmt and fmt.name for tensor, fmt in formats.items()}
+    return {tensor: (fmt := getattr(layer, tensor)) and fmt.name for tensor in ALL}
 
 
 def mode(name: str, **precision) -> modes.Mode:

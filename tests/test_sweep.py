@@ -203,7 +203,7 @@ def start(folder):
 def test_a_sweep_that_is_killed_goes_on_and_fills_its_page(folder):
     path = folder / "results.jsonl"
     first = start(folder)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while len(results.read_rows(path)) < 2 and first.poll() is None:
         assert time.monotonic() < deadline, "no row came"
         time.sleep(0.1)
