@@ -8,7 +8,7 @@ import pytest
 from helpers import LAYERS, MOE, params_of
 from jax.sharding import PartitionSpec as P
 
-from trace_jax import model
+from trace_jax import fp4, model
 from trace_jax.config import ConfigError, MeshConfig
 from trace_jax.fp4 import PrecisionPolicy, Rule
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
@@ -84,13 +84,62 @@ def test_the_contraction_axis_of_an_expert_weight_is_never_cut(sizes):
         assert spec[1:3] == P("expert", "fsdp")[:2]
 
 
-def test_optimizer_state_lies_as_its_parameter_and_odd_sizes_stay_whole():
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"expert": 8}, {"tensor": 8}, {"fsdp": 4}])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_blocks_of_2880_lie_whole_on_a_device(axes, fmt):
+    """GPT-OSS's width: 180 blocks of 16 or 90 of 32, which 8 devices could not share evenly."""
+    mesh = make_mesh(MeshConfig(**{"data": -1} | axes))
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(1, 8, 8, 2880)), jnp.bfloat16)
+    quantize = jax.jit(lambda p: fp4.quantize(p["gate_up"], fp4.FORMATS[fmt], outer_axes=(2, 3)))
+    placed = shard_params({"layers": {"moe": {"gate_up": weight}}}, mesh)["layers"]["moe"]
+    whole, cut = quantize({"gate_up": weight}), quantize(placed)
+    for name in ("packed", "block_scale"):
+        got, wanted = getattr(cut, name), getattr(whole, name)
+        widths = {s.data.shape[-1] for s in got.addressable_shards}
+        assert widths == {wanted.shape[-1]}, "the contraction axis is whole on every device"
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_optimizer_state_lies_as_its_parameter():
     mesh = make_mesh(MeshConfig(fsdp=8, data=1))
     keys = [jax.tree_util.DictKey(k) for k in ("mu", "layers", "attention", "q", "weight")]
     assert param_spec(keys, (3, 96, 48), mesh) == P(None, "tensor", "fsdp")
-    assert param_spec(keys, (3, 96, 44), mesh) == P(None, "tensor", None)
     norm = [jax.tree_util.DictKey(k) for k in ("layers", "moe_norm", "weight")]
     assert param_spec(norm, (3, 48), mesh) == P()
+
+
+@pytest.mark.parametrize(
+    "axes, names, shape, message",
+    [
+        (
+            {"fsdp": 8, "data": 1},
+            ("layers", "attention", "q", "weight"),
+            (3, 96, 44),
+            "mesh.fsdp is 8, which does not divide dimension 2 of layers/attention/q/weight "
+            "[3, 96, 44], 44; write one of 1, 2, 4, 11, 22, 44, or another model.* size",
+        ),
+        (
+            {"expert": 8, "data": 1},
+            ("layers", "moe", "down"),
+            (2, 4, 16, 16),
+            "mesh.expert is 8, which does not divide dimension 1 of layers/moe/down "
+            "[2, 4, 16, 16], 4; write one of 1, 2, 4, or another model.* size",
+        ),
+        (
+            {"tensor": 2},
+            ("embed",),
+            (259, 32),
+            "mesh.tensor is 2, which does not divide dimension 0 of embed [259, 32], 259; write "
+            "one of 1, 7, 37, or another model.* size",
+        ),
+    ],
+)
+def test_a_size_that_does_not_divide_says_which_and_what_would(axes, names, shape, message):
+    """BR-149: never left whole in silence."""
+    mesh = make_mesh(MeshConfig(**axes))
+    with pytest.raises(ConfigError) as refused:
+        param_spec([jax.tree_util.DictKey(k) for k in names], shape, mesh)
+    assert str(refused.value) == message
 
 
 @jax.jit

@@ -23,6 +23,7 @@ from trace_jax.ledger import code_ledger
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
 from trace_jax.parallel import (
     any_of,
+    check_params,
     is_first,
     join,
     make_mesh,
@@ -165,6 +166,8 @@ class Trainer:
         self.config, self.workdir = config, Path(workdir)
         self.mesh = make_mesh(config.mesh)
         _check_rows(config, self.mesh)
+        shapes = jax.eval_shape(lambda key: model.init(config.model, key), jax.random.key(0))
+        check_params(shapes, self.mesh)
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, self.mesh)
         self.learner = Learner(config, self.mode)

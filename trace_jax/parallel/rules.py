@@ -2,8 +2,11 @@
 
 import re
 
+import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+
+from trace_jax.config import ConfigError
 
 # (path pattern, mesh axis of each dimension), first match wins. Stacked layers lead.
 PARAM_RULES = (
@@ -30,13 +33,27 @@ def path_name(path) -> str:
 
 
 def param_spec(path, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Partition of a parameter; an axis that does not divide its dimension is left whole.
+    """Partition of a parameter.
 
     The contraction axis of expert weights (the last) is never cut, so no
-    quantized block is.
+    quantized block is, whatever its length and theirs.
+
+    Raises:
+      ConfigError: a mesh axis that does not divide its dimension; says what would.
     """
     name = path_name(path)
     axes = next(axes for pattern, axes in PARAM_RULES if re.search(pattern, name))
-    fits = lambda axis, size: axis is not None and size % mesh.shape[axis] == 0
-    pairs = zip(axes, shape[: len(axes)], strict=True)
-    return P(*(axis if fits(axis, size) else None for axis, size in pairs))
+    for at, (axis, size) in enumerate(zip(axes, shape[: len(axes)], strict=True)):
+        ways = 1 if axis is None else mesh.shape[axis]
+        if size % ways:
+            fits = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
+            raise ConfigError(
+                f"mesh.{axis} is {ways}, which does not divide dimension {at} of {name} "
+                f"{list(shape)}, {size}; write one of {', '.join(fits)}, or another model.* size"
+            )
+    return P(*axes)
+
+
+def check_params(shapes, mesh: Mesh) -> None:
+    """Refuses, before any work, parameters that the mesh would not divide."""
+    jax.tree_util.tree_map_with_path(lambda path, a: param_spec(path, a.shape, mesh), shapes)
