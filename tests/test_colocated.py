@@ -1,0 +1,68 @@
+"""Actor and learner on one mesh: what the rollout left on the devices is read where it lies."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from run_helpers import QUICK, tiny
+
+from trace_jax.loop import Trainer
+from trace_jax.parallel import rows_sharding
+
+COLLECTIVE = re.compile(
+    r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\("
+)
+ELEMENT = re.compile(r"\b([a-z]+\d*\w*)\[")
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory):
+    """(compiled update on eight devices, its state and rollout as shapes)."""
+    trainer = Trainer(tiny(mesh={"data": 4, "expert": 2}), tmp_path_factory.mktemp("run"))
+    state = trainer.start(trainer.fresh_params())["train"]
+    rows = trainer.config.rows
+    rollout = trainer._rollout_like(rows)
+    by_row = rows_sharding((rows,), 0, trainer.mesh)
+    advantages = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=by_row)
+    live = jax.ShapeDtypeStruct((rows,), bool, sharding=by_row)
+    update = jax.jit(trainer.learner._update, donate_argnums=0, compiler_options=QUICK)
+    arguments = (state, rollout, advantages, live, None, None)
+    return update.lower(*arguments).compile(), state, rollout
+
+
+def test_the_update_takes_the_rollout_as_it_lies(learner):
+    """No copy to another layout before the program starts."""
+    compiled, _, rollout = learner
+    taken = compiled.input_shardings[0][1]
+    kept = jax.tree.leaves(taken)
+    assert len(kept) > 5
+    wanted = {jax.tree_util.keystr(p): a for p, a in jax.tree_util.tree_leaves_with_path(rollout)}
+    for path, sharding in jax.tree_util.tree_leaves_with_path(taken):
+        like = wanted[jax.tree_util.keystr(path)]
+        assert sharding.is_equivalent_to(like.sharding, len(like.shape)), path
+
+
+def test_no_record_of_the_rollout_crosses_devices(learner):
+    """Bits, scales, recorded flags and routes: uint8, bool and int16. Activations may."""
+    text = learner[0].as_text()
+    moved = [(op, ELEMENT.findall(shape)) for shape, op in COLLECTIVE.findall(text)]
+    assert any("f32" in elements for _, elements in moved), "gradients are summed"
+    for op, elements in moved:
+        assert not {"u8", "pred", "s16"} & set(elements), (op, elements)
+
+
+def test_nothing_passes_through_the_host(learner):
+    text = learner[0].as_text()
+    for word in ("infeed(", "outfeed(", " send(", " recv(", "xla_ffi_python", "xla_python"):
+        assert word not in text
+    kinds = {s.memory_kind for s in jax.tree.leaves(learner[0].output_shardings)}
+    assert len(kinds) == 1
+
+
+def test_the_state_is_updated_in_its_own_buffers(learner):
+    compiled, state, _ = learner
+    pairs = re.search(r"input_output_alias=\{(.*?)\}, entry", compiled.as_text())
+    aliased = pairs.group(1).count("may-alias") + pairs.group(1).count("must-alias")
+    assert aliased == len(jax.tree.leaves(state))
