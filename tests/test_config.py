@@ -19,7 +19,7 @@ from helpers import SHAPE
 
 from trace_jax import model
 from trace_jax.config import Config, ConfigError, default, freeze, to_dict
-from trace_jax.model.transformer import depth, stacks_of
+from trace_jax.model.specs import depth, stacks_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +47,7 @@ def refusal(**settings) -> str:
 
 def leaves(kind) -> list[str]:
     """Dotted paths of the settings whose default has exactly this type."""
+
     def walk(tree, prefix):
         for key, value in tree.items():
             if isinstance(value, dict):

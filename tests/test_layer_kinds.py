@@ -14,7 +14,7 @@ from trace_jax.model.accounting import kv_bytes_per_token, state_bytes
 from trace_jax.model.config_parts import DeltaNet, Latent, Router
 from trace_jax.model.moe import NOT_RECORDED
 from trace_jax.model.paged import empty_pool
-from trace_jax.model.transformer import stacks_of
+from trace_jax.model.specs import stacks_of
 
 LATENT = dataclasses.replace(
     MOE,

@@ -7,7 +7,7 @@ from trace_jax import fp4
 from trace_jax.fp4 import LayerPrecision, QTensor
 from trace_jax.kernels.expert_matmul import lay_out
 from trace_jax.model.layers import KEPT_FP32, Dtype, expert_weight
-from trace_jax.model.transformer import depth, segments, stacks_of
+from trace_jax.model.specs import depth, segments, stacks_of
 
 EXPERT_WEIGHTS = ("gate_up", "down")
 BIASES = ("gate_up_bias", "down_bias")

@@ -20,7 +20,7 @@ from trace_jax.config import freeze
 from trace_jax.fp4 import SITES, GuidancePlan
 from trace_jax.ledger import code_ledger
 from trace_jax.loop import Trainer
-from trace_jax.model.transformer import Guidance
+from trace_jax.model.specs import Guidance
 from trace_jax.rl.learner import response_window
 from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.rl.mismatch import logprob_ledger
@@ -29,9 +29,7 @@ from trace_jax.rollout.sampling import request_keys
 
 RUN = flags.DEFINE_string("run", None, "Run folder of a trained policy.")
 NOISE = flags.DEFINE_list("noise", ["0", "0.01"], "Relative noise levels.")
-OUT = flags.DEFINE_string(
-    "out", "experiments/foreign_engine/plans.jsonl", "Result file; replaced."
-)
+OUT = flags.DEFINE_string("out", "experiments/foreign_engine/plans.jsonl", "Result file; replaced.")
 PAPER = ("expert_in", "k", "v")
 HALF, REST = "last:0.5", "first:0.5"
 

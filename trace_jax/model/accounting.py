@@ -14,8 +14,8 @@ from trace_jax.fp4 import (
 from trace_jax.fp4.formats import num_blocks
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.linear_attention import empty_state
+from trace_jax.model.specs import stacks_of
 from trace_jax.model.tensors import param_shapes, parameter_count
-from trace_jax.model.transformer import stacks_of
 
 
 def weight_bytes(config: ModelConfig, fmt: Format | None) -> int:

@@ -7,7 +7,8 @@ import jax
 
 from trace_jax.fp4 import BF16_POLICY, PrecisionPolicy
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.transformer import apply, logits, numerics
+from trace_jax.model.specs import numerics
+from trace_jax.model.transformer import apply, logits
 
 
 class Forward(NamedTuple):

@@ -9,7 +9,8 @@ import numpy as np
 
 from trace_jax.model.config import LayerKind, ModelConfig
 from trace_jax.model.families import FAMILIES, family_of
-from trace_jax.model.transformer import depth, init, stacks_of
+from trace_jax.model.specs import depth, stacks_of
+from trace_jax.model.transformer import init
 
 
 class Layout(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from trace_jax import sync
 from trace_jax.kernels.expert_matmul import ExpertWeights
 from trace_jax.model.layers import ExpertWeight
-from trace_jax.model.transformer import Guidance
+from trace_jax.model.specs import Guidance
 from trace_jax.rollout import programs, store
 from trace_jax.rollout.page_pool import PagePool
 from trace_jax.rollout.programs import Chunks, ProgramConfig, Slots

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from trace_jax import model, sync
 from trace_jax.fp4 import NO_GUIDANCE, GuidancePlan, LayerPrecision
 from trace_jax.model import NOT_RECORDED, ModelConfig
-from trace_jax.model.transformer import Guidance
+from trace_jax.model.specs import Guidance
 from trace_jax.rollout.record import Rollout, widen, write_at
 from trace_jax.rollout.sampling import sample
 

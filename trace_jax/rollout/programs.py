@@ -13,7 +13,7 @@ from trace_jax import model
 from trace_jax.fp4 import NO_GUIDANCE, GuidancePlan, LayerPrecision
 from trace_jax.model import ModelConfig
 from trace_jax.model.paged import Pages
-from trace_jax.model.transformer import Record
+from trace_jax.model.specs import Record
 from trace_jax.rollout.sampling import sample
 
 

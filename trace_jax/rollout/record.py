@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from trace_jax.model.sites import Codes
-from trace_jax.model.transformer import Guidance
+from trace_jax.model.specs import Guidance
 
 
 @struct.dataclass

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from trace_jax.model import NOT_RECORDED
-from trace_jax.model.transformer import Record
+from trace_jax.model.specs import Record
 
 
 @struct.dataclass

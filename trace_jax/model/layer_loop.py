@@ -1,0 +1,108 @@
+"""Layers one after the other: scanned for training, unrolled for decode."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trace_jax import fp4
+from trace_jax.model.sites import SiteOutputs
+from trace_jax.model.specs import Numerics, depth, layer_runs, segments, stacks_of
+
+
+class LayerInputs(NamedTuple):
+    """What one layer, or with a leading axis a run of layers, is given besides its cache."""
+
+    params: dict
+    routes: jax.Array | None
+    stored: dict | None
+    noise_key: jax.Array | None
+
+
+def scan_layers(config, numerics, step, carry, inputs_of, cache, *, remat):
+    """Runs the layers segment by segment, each one scan: carry, caches, routes, outputs."""
+    runs = layer_runs(config, tuple(spec.precision for spec in numerics.layers))
+    windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
+    caches = None if cache is None else [[] for _ in runs]
+    routed, records = [], []
+    for start, stop, spec in segments(numerics.layers):
+        run, cut = _cut(runs, start, stop)
+        given = (
+            inputs_of(start, stop, spec),
+            None if cache is None else jax.tree.map(cut, cache[run]),
+            None if windows is None else windows[start:stop],
+        )
+        body = lambda carry, given, spec=spec: step(spec, carry, *given)
+        body = jax.checkpoint(body, prevent_cse=False) if remat else body
+        carry, (new_cache, ids, outputs) = jax.lax.scan(body, carry, given)
+        if caches is not None:
+            caches[run].append(new_cache)
+        routed.append(ids)
+        records.append(outputs)
+    if caches is not None:
+        caches = tuple(jax.tree.map(lambda *a: jnp.concatenate(a), *parts) for parts in caches)
+    return carry, caches, routed, records
+
+
+def unroll_layers(config, numerics, step, carry, inputs_of, cache):
+    """The same layer by layer, as decode wants it; the caches are one pool a layer."""
+    caches, routed, records = [], [], []
+    for i, spec in enumerate(numerics.layers):
+        inputs = jax.tree.map(lambda a: a[0], inputs_of(i, i + 1, spec))
+        window = config.windows[i] if config.windows else None
+        carry, (pool, *left) = step(spec, carry, inputs, cache[i], window)
+        ids, outputs = jax.tree.map(lambda a: a[None], left)
+        caches.append(pool)
+        routed.append(ids)
+        records.append(outputs)
+    return carry, tuple(caches), routed, records
+
+
+def _cut(runs, start, stop):
+    """The run that holds layers start..stop, and the slicing of its entries."""
+    run = next(i for i, (first, last, _) in enumerate(runs) if first <= start < last)
+    first = runs[run][0]
+    return run, lambda a: a[start - first : stop - first]
+
+
+def layer_params(layers, start, stop):
+    """Parameters of layers start..stop, which lie in one of the stacks."""
+    first = 0
+    for stack in stacks_of(layers):
+        if start < first + depth(stack):
+            break
+        first += depth(stack)
+    return jax.tree.map(lambda a: a[start - first : stop - first], stack)
+
+
+def guidance_slots(numerics: Numerics) -> dict[str, list[int]]:
+    """{site: guided layers in order}: the layer axis of stored guidance."""
+    slots = {}
+    for i, spec in enumerate(numerics.layers):
+        for site in spec.guided:
+            slots.setdefault(site, []).append(i)
+    return slots
+
+
+def stored_of(guidance, slots, start, stop, spec) -> dict | None:
+    if not spec.guided:
+        return None
+    if guidance is None:
+        raise ValueError("the numerics guide some sites, but no guidance was given")
+
+    def cut(site):
+        first = slots[site].index(start)
+        return jax.tree.map(lambda a: a[first : first + stop - start], guidance.sites[site])
+
+    return {site: cut(site) for site in spec.guided}
+
+
+def merge_outputs(records: list[SiteOutputs]):
+    """Joins the segments' outputs along the layer axis, site by site."""
+    merged = ({}, {})
+    for target, field in zip(merged, ("recorded", "audit"), strict=True):
+        for site in fp4.SITES:
+            parts = [getattr(r, field)[site] for r in records if site in getattr(r, field)]
+            if parts:
+                target[site] = jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+    return merged
