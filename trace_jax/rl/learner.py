@@ -86,7 +86,7 @@ def new_state(params: dict, tx: optax.GradientTransformation) -> TrainState:
 
 def apply_gradients(state: TrainState, grads, tx) -> tuple[TrainState, dict]:
     """One optimizer step; a non-finite gradient changes nothing and is counted."""
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     ok = jnp.isfinite(norm)
     safe = jax.tree.map(lambda g: jnp.where(ok, g, 0.0), grads)
     updates, opt_state = tx.update(safe, state.opt_state, state.params)
