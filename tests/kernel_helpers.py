@@ -7,11 +7,17 @@ import pytest
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 ON_GPU = pytest.mark.gpu
+TRITON = pytest.param("triton", marks=ON_GPU)
 
 
 def versions(*others):
     """The reference, the Hopper kernel (GPU only), and others, as test parameters."""
     return ["reference", pytest.param("hopper", marks=ON_GPU), *others]
+
+
+def layout_of(version: str) -> str:
+    """The layout of weights or pages that a version takes."""
+    return "triton" if version == "triton" else "auto"
 
 
 def decode(q) -> np.ndarray:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import decode, poison, relative_error, versions
+from kernel_helpers import TRITON, decode, layout_of, poison, relative_error, versions
 
 from trace_jax.fp4 import MXFP4, NVFP4, QTensor, quantize, unscaled
 from trace_jax.kernels import expert_matmul as em
@@ -20,7 +20,7 @@ LOADS = {
     "last_only": (0, 0, 0, 64),
 }
 
-lay_out = jax.jit(em.lay_out)
+lay_out = jax.jit(em.lay_out, static_argnames="layout")
 product = jax.jit(em.expert_matmul, static_argnames=("activation", "version"))
 quantize_expert = jax.jit(lambda w: quantize(w, NVFP4, outer_axes=(1, 2)))
 
@@ -60,7 +60,7 @@ def test_route_orders_slots_by_expert(version, load):
     np.testing.assert_array_equal(routing.offset, np.cumsum([0, *load, 0]))
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("quantized", (True, False), ids=("nvfp4", "bf16"))
 @pytest.mark.parametrize("k", (48, 768, 2048))
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
@@ -71,7 +71,7 @@ def test_plain_product(version, quantized, k, load):
     x = normal(3, ids.size, k)
     poison(((ids.size, n), jnp.float32))
     routing = em.route(jnp.asarray(ids), len(load), version="reference")
-    out = product(x, lay_out(w), routing, version=version)
+    out = product(x, lay_out(w, layout=layout_of(version)), routing, version=version)
     want = np.zeros((ids.size, n))
     want[slot] = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), value[expert])
     # Every row counts by itself: a small expert must not hide behind a large one. Tensor cores
@@ -81,7 +81,7 @@ def test_plain_product(version, quantized, k, load):
         assert relative_error(got, row) < bound
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("activation", ("silu", "clamped_swiglu"))
 @pytest.mark.parametrize("quantized", (True, False), ids=("nvfp4", "bf16"))
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
@@ -94,7 +94,12 @@ def test_gated_product(version, activation, quantized, load):
     poison(((ids.size, f), jnp.bfloat16))
     routing = em.route(jnp.asarray(ids), len(load), version="reference")
     out = product(
-        x, lay_out(gate, up), routing, x_outer=x_outer, activation=activation, version=version
+        x,
+        lay_out(gate, up, layout=layout_of(version)),
+        routing,
+        x_outer=x_outer,
+        activation=activation,
+        version=version,
     )
     source = slot // TOP_K
     scaled = np.asarray(x, np.float64)[source] * np.asarray(x_outer, np.float64)[source, None]
@@ -117,7 +122,7 @@ def test_clamped_form_keeps_low_gates():
     np.testing.assert_allclose(got, [-41.9997, -10 / (1 + np.exp(17.02)) * 2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("scale_byte", (0x01, 0x08, 0x38, 0x7E))
 def test_every_code_with_extreme_scales(version, scale_byte):
     k, n = 768, 16
@@ -131,7 +136,9 @@ def test_every_code_with_extreme_scales(version, scale_byte):
     routing = em.Routing(jnp.array([0], jnp.int32), jnp.array([0, 1], jnp.int32))
     x = jnp.zeros((1, k), jnp.bfloat16)
     for at in (0, 1, 17, 399, 766):  # one input at a time: each weight is seen alone
-        out = product(x.at[0, at].set(1), lay_out(q), routing, version=version)
+        out = product(
+            x.at[0, at].set(1), lay_out(q, layout=layout_of(version)), routing, version=version
+        )
         np.testing.assert_array_equal(np.asarray(out)[0], decode(q)[0, :, at])
 
 
@@ -222,7 +229,7 @@ def test_mxfp4_layout_is_exact_over_twenty_octaves():
     assert np.isnan(lay_out(mxfp4([[127, 255], [1, 1]])).outer[0]).all()
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 def test_mxfp4_product_of_an_odd_k(version):
     experts, n, k = 4, 32, 160  # K is no multiple of 64, as GPT-OSS's 2880 / 32 is odd
     w = jax.jit(lambda w: quantize(w, MXFP4))(normal(1, experts, n, k))
@@ -230,14 +237,14 @@ def test_mxfp4_product_of_an_odd_k(version):
     x = normal(3, ids.size, k)
     poison(((ids.size, n), jnp.float32))
     routing = em.route(jnp.asarray(ids), experts, version="reference")
-    out = product(x, lay_out(w), routing, version=version)
+    out = product(x, lay_out(w, layout=layout_of(version)), routing, version=version)
     value = np.asarray(unscaled(w, jnp.float32), np.float64)
     want = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), value[expert])
     for got, row in zip(np.asarray(out)[slot], want, strict=True):
         assert relative_error(got, row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("load", ("one_row", "empty"))
 def test_biases(version, load):
     """GPT-OSS's form: biases of gate, up and down, clamped activation."""
@@ -246,7 +253,13 @@ def test_biases(version, load):
     biases = [np.asarray(normal(i, 4, n), np.float32) for i in (5, 6)]
     routing = em.route(jnp.asarray(ids), 4, version="reference")
     x = normal(3, ids.shape[0], k)
-    laid = em.lay_out(gate, up, bias=jnp.asarray(biases[0]), up_bias=jnp.asarray(biases[1]))
+    laid = em.lay_out(
+        gate,
+        up,
+        bias=jnp.asarray(biases[0]),
+        up_bias=jnp.asarray(biases[1]),
+        layout=layout_of(version),
+    )
     got = product(x, laid, routing, activation="clamped_swiglu", version=version)
     rows = np.asarray(x, np.float64)[slot // TOP_K]
     a, b = (
@@ -257,7 +270,7 @@ def test_biases(version, load):
     want = a / (1 + np.exp(np.minimum(-1.702 * a, 700))) * (b + 1)
     assert relative_error(got, want) < 3e-3  # one rounding to BF16
     x = normal(4, ids.size, k)
-    laid = em.lay_out(gate, bias=jnp.asarray(biases[0]))
+    laid = em.lay_out(gate, bias=jnp.asarray(biases[0]), layout=layout_of(version))
     got = np.asarray(product(x, laid, routing, version=version))[slot]
     want = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), values[0][expert])
     want = want + biases[0][expert]
@@ -265,18 +278,18 @@ def test_biases(version, load):
         assert relative_error(g, row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("tokens", (1, 17, 130))
 def test_dense_product(version, tokens):
     (w, _), (value, _) = weights(1, 48, 320, True)
     x = normal(3, tokens, 320)
     poison(((tokens, 48), jnp.float32))
-    got = em.matmul(x, lay_out(w), version=version)
+    got = em.matmul(x, lay_out(w, layout=layout_of(version)), version=version)
     for row, x_row in zip(np.asarray(got), np.asarray(x, np.float64), strict=True):
         assert relative_error(row, value[0] @ x_row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 def test_many_rows_of_few_experts(version):
     """Several parts of one expert's rows, beside an expert with a single row."""
     n, k, load = 64, 128, (1, 0, 333, 10)
@@ -285,27 +298,30 @@ def test_many_rows_of_few_experts(version):
     x = normal(3, ids.size, k)
     poison(((ids.size, n), jnp.float32))
     routing = em.route(jnp.asarray(ids), 4, version="reference")
-    out = product(x, lay_out(w), routing, version=version)
+    out = product(x, lay_out(w, layout=layout_of(version)), routing, version=version)
     want = np.einsum("rk,rnk->rn", np.asarray(x, np.float64), value[expert])
     for got, row in zip(np.asarray(out)[slot], want, strict=True):
         assert relative_error(got, row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 def test_gradients_pass_through_dequantized_weights(version):
     load = (3, 0, 5, 8)
     ids, slot, expert = rows_of(load)
     (gate, up), (gate_value, up_value) = weights(4, 16, 64, True)
     routing = em.route(jnp.asarray(ids), 4, version="reference")
     x, g = normal(3, ids.size, 64), jax.random.normal(jax.random.key(4), (ids.size, 16))
-    call = lambda x: jnp.vdot(g, em.expert_matmul(x, lay_out(gate), routing, version=version))
+    call = lambda x: jnp.vdot(
+        g, em.expert_matmul(x, lay_out(gate, layout=layout_of(version)), routing, version=version)
+    )
     dx = np.asarray(jax.grad(call)(x), np.float64)
     want = np.einsum("rn,rnk->rk", np.asarray(g, np.float64)[slot], gate_value[expert])
     for got, row in zip(dx, want, strict=True):
         assert relative_error(got, row) < 4e-3  # rounded to x's BF16
     tokens, scale = normal(5, ids.shape[0], 64), jnp.full(ids.shape[0], 2.0**-9)
+    laid = lay_out(gate, up, layout=layout_of(version))
     gated = lambda s: em.expert_matmul(
-        tokens, lay_out(gate, up), routing, x_outer=s, activation="silu", version=version
+        tokens, laid, routing, x_outer=s, activation="silu", version=version
     ).astype(jnp.float32).sum()  # fmt: skip
     step = 2.0**-12
     rows, outer = np.asarray(tokens, np.float64)[slot // TOP_K], np.asarray(scale, np.float64)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import ON_GPU, versions
+from kernel_helpers import ON_GPU, TRITON, layout_of, versions
 
 from trace_jax.fp4 import NVFP4, GuidancePlan, compact, quantize_site
 from trace_jax.kernels import kv_pages as kp
@@ -15,12 +15,15 @@ from trace_jax.kernels.kv_append import append
 from trace_jax.kernels.kv_attention import paged_attention
 
 HEADS = 2
-VERSIONS = pytest.mark.parametrize("version", versions())
+VERSIONS = pytest.mark.parametrize("version", versions(TRITON))
 KINDS = pytest.mark.parametrize("kind", kv_units.KINDS)
 # The reference knows no head sizes of its own: one is enough for it.
 HEAD_SIZES = pytest.mark.parametrize(
     "version, d",
-    [("reference", 64), *(pytest.param("hopper", d, marks=ON_GPU) for d in (64, 128, 256))],
+    [
+        ("reference", 64),
+        *(pytest.param(v, d, marks=ON_GPU) for v in ("hopper", "triton") for d in (64, 128, 256)),
+    ],
 )
 
 write_pages = jax.jit(kp.write_pages)
@@ -54,9 +57,10 @@ def tokens(seed, *shape):
 def test_append_equals_write(version, kind, d):
     k, v = tokens(0, 2, 64, HEADS, d), tokens(1, 2, 64, HEADS, d)
     ids, table = jnp.array([3, 1]), jnp.array([[3, 0], [1, 2]])
-    want = write_pages(kp.new_pages(4, HEADS, d, kind), ids, k, v)
+    empty = kp.new_pages(4, HEADS, d, kind, layout_of(version))
+    want = write_pages(empty, ids, k, v)
     # Slots filled before by another sequence are replaced, not merged with.
-    pages = write_pages(kp.new_pages(4, HEADS, d, kind), ids, v, k)
+    pages = write_pages(empty, ids, v, k)
     pages = add_all(pages, table, k, v, version)
     np.testing.assert_array_equal(pages.data, want.data)
 
@@ -65,7 +69,8 @@ def test_append_equals_write(version, kind, d):
 @KINDS
 def test_only_the_token_s_own_slot_changes(version, kind):
     k, v = tokens(0, 5, 64, HEADS, 64), tokens(1, 5, 64, HEADS, 64)
-    pages = write_pages(kp.new_pages(5, HEADS, 64, kind), jnp.arange(5), k, v)
+    pages = kp.new_pages(5, HEADS, 64, kind, layout_of(version))
+    pages = write_pages(pages, jnp.arange(5), k, v)
     table = jnp.array([[3, 0], [1, 2], [4, 4], [4, 4]])
     positions = jnp.array([-1, 64 + 37, 128, -128])  # idle, page 2, past the table, idle
     out = add(pages, table, positions, k[:4, 0], v[:4, 1], version=version).pages
@@ -82,7 +87,7 @@ def test_only_the_token_s_own_slot_changes(version, kind):
 def test_the_record_is_what_the_guidance_keeps(version, bits, d):
     k, v = tokens(0, 5, HEADS, d), tokens(1, 5, HEADS, d)
     table, positions = jnp.arange(5)[:, None], jnp.array([0, 1, 2, 63, -1])
-    pages = kp.new_pages(5, HEADS, d)
+    pages = kp.new_pages(5, HEADS, d, layout=layout_of(version))
     out = add(pages, table, positions, k, v, record=bits, version=version)
     for got, x in ((out.k, k), (out.v, v)):
         with jax.default_device(jax.devices("cpu")[0]):
@@ -102,7 +107,8 @@ def test_the_record_is_what_the_guidance_keeps(version, bits, d):
 @pytest.mark.parametrize("bad", (jnp.nan, jnp.inf, -jnp.inf))
 def test_bad_rows_are_seen(version, kind, bad):
     k = tokens(7, 2, 64, HEADS, 64).clip(-99, 99).at[1, 5, 0, 3].set(bad)
-    pages = add_all(kp.new_pages(2, HEADS, 64, kind), jnp.arange(2)[:, None], k, k, version)
+    pages = kp.new_pages(2, HEADS, 64, kind, layout_of(version))
+    pages = add_all(pages, jnp.arange(2)[:, None], k, k, version)
     for value in jax.jit(kp.read_pages)(pages, jnp.arange(2)):
         finite = np.isfinite(np.asarray(value)).any(axis=-1)
         assert not finite[1, 0, 5] and finite.sum() == finite.size - 1

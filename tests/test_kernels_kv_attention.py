@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import ON_GPU, decode, fp8_rows, relative_error, versions
+from kernel_helpers import (
+    ON_GPU,
+    TRITON,
+    decode,
+    fp8_rows,
+    layout_of,
+    relative_error,
+    versions,
+)
 
 from trace_jax.fp4 import quantize
 from trace_jax.kernels import kv_attention as ka
@@ -39,13 +47,14 @@ def stored(x, kind):
     return x if kind == "bf16" else fp8_rows(x)
 
 
-def cache(batch, max_pages, kv_heads, d, kind, k=None, v=None):
+def cache(batch, max_pages, kv_heads, d, kind, k=None, v=None, version="reference"):
     """A shuffled pool, its table, and the float64 K and V [batch, tokens, kv_heads, D]."""
     count = batch * max_pages
     k = spread(0, count, 64, kv_heads, d) if k is None else k
     v = spread(1, count, 64, kv_heads, d) if v is None else v
     ids = jax.random.permutation(jax.random.key(2), count + 3)[:count].astype(jnp.int32)
-    pages = write_pages(kp.new_pages(count + 3, kv_heads, d, kind), ids, k, v)
+    empty = kp.new_pages(count + 3, kv_heads, d, kind, layout_of(version))
+    pages = write_pages(empty, ids, k, v)
     values = [stored(x, kind).reshape(batch, -1, kv_heads, d) for x in (k, v)]
     return pages, ids.reshape(batch, max_pages), *values
 
@@ -76,32 +85,32 @@ def check(out, want):
     assert relative_error(out, want) > 1e-4  # not rounded to BF16 is wrong too
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @KINDS
 @pytest.mark.parametrize("d, group", ((64, 1), (64, 5), (128, 8), (256, 16)))
 def test_attention(version, kind, d, group):
-    pages, table, k, v = cache(4, 3, 2, d, kind)
+    pages, table, k, v = cache(4, 3, 2, d, kind, version=version)
     lengths = jnp.array([0, 1, 100, 192], jnp.int32)
     q = normal(3, 4, 2 * group, d)
     out = attention(q, pages, table, lengths, scale=d**-0.5, version=version)
     check(out, oracle(q, k, v, lengths, d**-0.5))
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @KINDS
 def test_every_offset_in_a_page(version, kind):
-    pages, table, k, v = cache(64, 2, 1, 64, kind)
+    pages, table, k, v = cache(64, 2, 1, 64, kind, version=version)
     lengths = jnp.arange(64, dtype=jnp.int32) + 33  # ends 33..96: every place, both pages
     q = normal(3, 64, 2, 64)
     out = attention(q, pages, table, lengths, scale=0.125, version=version)
     check(out, oracle(q, k, v, lengths, 0.125))
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @KINDS
 @pytest.mark.parametrize("window", (1, 100, 1000))
 def test_window_and_sink(version, kind, window):
-    pages, table, k, v = cache(4, 4, 2, 128, kind)
+    pages, table, k, v = cache(4, 4, 2, 128, kind, version=version)
     lengths = jnp.array([201, 256, 64, 7], jnp.int32)
     q, sink = normal(3, 4, 16, 128), jax.random.normal(jax.random.key(4), (16,)) * 3
     out = attention(q, pages, table, lengths, scale=0.1, window=window, sink=sink, version=version)
@@ -118,7 +127,7 @@ def test_window_counts_the_current_token():
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @KINDS
 def test_unused_slots_have_no_effect(version, kind):
     k, v = spread(0, 3, 64, 2, 128), spread(1, 3, 64, 2, 128)
@@ -128,16 +137,16 @@ def test_unused_slots_have_no_effect(version, kind):
     for filler in (0.0, jnp.nan, 3e38):
         used = (jnp.arange(192) < 150).reshape(3, 64, 1, 1)
         both = [jnp.where(used, x, jnp.bfloat16(filler)) for x in (k, v)]
-        pages, table, _, _ = cache(1, 3, 2, 128, kind, *both)
+        pages, table, _, _ = cache(1, 3, 2, 128, kind, *both, version=version)
         outs.append(attention(q, pages, table, lengths, scale=0.1, version=version))
     np.testing.assert_array_equal(outs[1], outs[0])
     np.testing.assert_array_equal(outs[2], outs[0])
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 def test_lengths_of_any_spread(version):
     lengths = jnp.array([0, 640, 1, 0, 64, 65, 639, 2], jnp.int32)
-    pages, table, k, v = cache(8, 10, 2, 64, "nvfp4")
+    pages, table, k, v = cache(8, 10, 2, 64, "nvfp4", version=version)
     q = normal(3, 8, 8, 64)
     out = attention(q, pages, table, lengths, scale=0.125, version=version)
     check(out, oracle(q, k, v, lengths, 0.125))

@@ -1,10 +1,12 @@
 """A BF16 window of the most recent tokens beside quantized pages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import relative_error, versions
+from kernel_helpers import TRITON, layout_of, relative_error, versions
 
 from trace_jax.kernels import kv_pages as kp
 from trace_jax.kernels.kv_append import append
@@ -15,10 +17,11 @@ HEADS, D, W, TOKENS = 2, 64, 64, 150
 STARTS = np.array([0, 40, 149])  # sequence b's first token comes at this step
 
 
-@jax.jit
-def decode(k, v):
+@functools.partial(jax.jit, static_argnames="layout")
+def decode(k, v, layout="auto"):
     """150 steps; sequences start late and idle before. k, v [3, 150, heads, D]."""
-    pages, recent = kp.new_pages(9, HEADS, D), new_recent(3, W, HEADS, D)
+    pages = kp.new_pages(9, HEADS, D, layout=layout)
+    recent = new_recent(3, W, HEADS, D, layout)
     table = jnp.arange(9).reshape(3, 3)
 
     def step(t, carry):
@@ -47,11 +50,11 @@ def test_the_window_holds_the_last_tokens():
             np.testing.assert_array_equal(np.asarray(got[b])[:, held].swapaxes(0, 1), want)
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("window", (None, 20, 100))
 def test_attention_reads_the_window_in_bf16_and_the_rest_from_the_pages(version, window):
     k, v = normal(0, 3, TOKENS, HEADS, D), normal(1, 3, TOKENS, HEADS, D)
-    pages, recent = decode(k, v)
+    pages, recent = decode(k, v, layout_of(version))
     table, lengths = jnp.arange(9).reshape(3, 3), jnp.array(TOKENS - STARTS, jnp.int32)
     q = normal(2, 3, 4, D)
     out = jax.jit(paged_attention, static_argnames=("scale", "window", "version"))(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import ON_GPU, versions
+from kernel_helpers import ON_GPU, TRITON, versions
 
 from trace_jax.fp4 import NVFP4, mantissa_bits, quantize
 from trace_jax.kernels.quantize import ROW_FORMAT, quantize_rows
@@ -22,7 +22,7 @@ def rows(width):
     return x.at[0].set(0).at[1].set(ties).at[2].set(-ties * 48).astype(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("width", (16, 768, 2880))
 def test_equals_the_codec(version, width):
     x = rows(width)
@@ -37,7 +37,7 @@ def test_equals_the_codec(version, width):
     assert quantize_rows(x, bits=False, version=version).bits is None
 
 
-@pytest.mark.parametrize("version", versions())
+@pytest.mark.parametrize("version", versions(TRITON))
 @pytest.mark.parametrize("bad", (jnp.nan, jnp.inf, -jnp.inf))
 def test_bad_rows_are_seen(version, bad):
     x = rows(64).at[5, 3].set(bad)
@@ -58,10 +58,10 @@ def test_the_compiled_codec_and_the_kernels_agree_on_a_million_values():
     x = jnp.where(tied, tops * middles.reshape(1, 1, 16), x.reshape(1024, 128, 16))
     x = (x * jnp.exp2(power.astype(jnp.float32))).reshape(1024, 2048).astype(jnp.bfloat16)
     run = jax.jit(quantize_rows, static_argnames="version")
-    fast, compiled = (run(x, version=v) for v in ("hopper", "reference"))
+    fast, triton, compiled = (run(x, version=v) for v in ("hopper", "triton", "reference"))
     with jax.default_device(jax.devices("cpu")[0]):
         cpu = run(jax.device_get(x), version="reference")
-    for other in (compiled, cpu):
+    for other in (triton, compiled, cpu):
         jax.tree.map(np.testing.assert_array_equal, fast, other)
 
 

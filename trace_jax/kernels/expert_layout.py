@@ -4,6 +4,7 @@ Layout "hopper": tiles of 16 outputs (8 of gate and 8 of up, or 16), each a run 
 along K. An NVFP4 chunk is 512 bytes of codes and 64 of block scales, a BF16 chunk 2048 bytes:
 a lane of a warp reads its operand of the tensor cores in one load; see cuda/expert_matmul.cu.
 Layout "tpu": K-major codes and scales; see expert_matmul_tpu.py.
+Layout "triton": rows as they come, codes as interlocked words; see expert_matmul_triton.py.
 
 Block scales are kept as E5M3: bits (exponent + 10) << 3 | mantissa, so that every E4M3 value is
 normal and all of E2M1 x scale is exact in BF16. MXFP4 takes the same bytes, one a 16 values, and
@@ -17,7 +18,7 @@ from flax import struct
 
 from trace_jax.fp4 import formats
 from trace_jax.fp4.qtensor import QTensor
-from trace_jax.kernels import dispatch, expert_matmul_tpu
+from trace_jax.kernels import dispatch, expert_matmul_tpu, triton_call
 from trace_jax.kernels.bits import codes_of, interlock, to_e5m3
 
 _CHUNK = 64  # of K; see cuda/expert_matmul.cu
@@ -31,12 +32,15 @@ class ExpertWeights:
     Attributes:
       data: uint8. Layout "hopper": [experts, tiles, chunks, bytes], codes and scales.
         Layout "tpu": codes [experts, parts, K/2, N], parts = gate and up or one.
+        Layout "triton": codes [experts, parts, N, K/2] or BF16 bytes [experts, parts, N, 2 K].
       outer: FP32 [experts, 2], outer scale of a tile's first and second 8 outputs
         (gate and up, or twice the same).
       quantized, gated, k: static: FP4 or BF16; gate and up or plain; contraction length.
-      scales: None, or with layout "tpu" the block scales (E5M3) [experts, parts, K/16, N].
-      layout: static, "hopper" or "tpu".
-      bias: None, or FP32 [experts, tiles, 2, 8] in the order of a tile's outputs.
+      scales: None, or block scales (E5M3): layout "tpu" [experts, parts, K/16, N], "triton"
+        [experts, parts, N, K/16].
+      layout: static, "hopper", "triton" or "tpu".
+      bias: None, or FP32 [experts, tiles, 2, 8] in the order of a tile's outputs; layout
+        "triton": [experts, parts, N].
     """
 
     data: jax.Array
@@ -51,8 +55,8 @@ class ExpertWeights:
     @property
     def outputs(self) -> int:
         """Width of the result: F for gated weights, N for plain ones."""
-        if self.layout == "tpu":
-            return self.data.shape[-1]
+        if self.layout != "hopper":
+            return self.data.shape[-1 if self.layout == "tpu" else 2]
         return self.data.shape[1] * (8 if self.gated else 16)
 
 
@@ -130,6 +134,23 @@ def _lay_out_bf16(weight: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(parts, jnp.uint8).reshape(e, tiles, chunks, 2048)
 
 
+def _rows(parts: tuple[jax.Array, ...], multiple: int) -> jax.Array:
+    """Bytes [experts, N, m] of the parts as [experts, parts, N, m'], m padded to a multiple."""
+    both = jnp.stack(parts, axis=1)
+    return jnp.pad(both, [(0, 0)] * 3 + [(0, -both.shape[-1] % multiple)])
+
+
+def _bf16_rows(weight: jax.Array, up: jax.Array | None) -> jax.Array:
+    both = _rows((weight,) if up is None else (weight, up), _CHUNK)
+    return jax.lax.bitcast_convert_type(both, jnp.uint8).reshape(*both.shape[:-1], -1)
+
+
+def _lay_out_words(packed: tuple[jax.Array, ...]) -> jax.Array:
+    both = _rows(packed, _CHUNK // 2)
+    words = interlock(both.reshape(*both.shape[:-1], -1, 4))
+    return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(both.shape)
+
+
 # --- to the layouts --------------------------------------------------------------------------
 
 
@@ -147,7 +168,8 @@ def lay_out(
       weight: NVFP4 `QTensor` with one outer scale an expert, MXFP4 `QTensor`, or a BF16 array;
         the gate's weights when `up` is given.
       up: the up projection's weights, of the same kind and shape: makes gated weights.
-      layout: "hopper", "tpu" (FP4 only, no bias), or "auto": "tpu" on a TPU, else "hopper".
+      layout: "hopper", "triton", "tpu" (FP4 only, no bias), or "auto": "tpu" on a TPU, "triton"
+        on a GPU that is no Hopper, else "hopper".
       bias, up_bias: [experts, N] to add to the products, before an activation; both or none.
 
     Raises:
@@ -155,18 +177,20 @@ def lay_out(
         outer scales that are not one an expert, or what the layout does not take.
     """
     if layout == "auto":
-        layout = "tpu" if dispatch.platform() == "tpu" else "hopper"
-    if layout not in ("hopper", "tpu"):
-        raise ValueError(f"expert weights: no layout {layout!r}; write auto, hopper or tpu")
+        layout = "tpu" if dispatch.platform() == "tpu" else triton_call.gpu_layout()
+    if layout not in ("hopper", "triton", "tpu"):
+        raise ValueError(f"expert weights: no layout {layout!r}; write auto, hopper, triton or tpu")
     _check(weight, up, bias, up_bias, layout)
     gated = up is not None
     static = dict(gated=gated, k=weight.shape[-1], layout=layout)
     if bias is not None:
         both = [b.astype(jnp.float32)[..., None] for b in (bias, up_bias) if b is not None]
-        static["bias"] = _tiled(*both)[..., 0]
+        both = _rows(both, 1) if layout == "triton" else _tiled(*both)
+        static["bias"] = both[..., 0]
     if not isinstance(weight, QTensor):
         outer = jnp.ones((weight.shape[0], 2), jnp.float32)
-        return ExpertWeights(_lay_out_bf16(_tiled(weight, up)), outer, False, **static)
+        data = _bf16_rows(weight, up) if layout == "triton" else _lay_out_bf16(_tiled(weight, up))
+        return ExpertWeights(data, outer, False, **static)
     convert = _nvfp4 if weight.format.scale_type == "e4m3" else _mxfp4
     parts = [convert(q) for q in ((weight, up) if gated else (weight,))]
     packed, scales, outer = zip(*parts, strict=True)
@@ -176,6 +200,9 @@ def lay_out(
             jnp.stack(packed, axis=1), jnp.stack(scales, axis=1)
         )
         return ExpertWeights(data, outer, True, scales=scales, **static)
+    if layout == "triton":
+        scales = _rows(scales, _CHUNK // _BLOCK)
+        return ExpertWeights(_lay_out_words(packed), outer, True, scales=scales, **static)
     return ExpertWeights(_lay_out_fp4(_tiled(*packed), _tiled(*scales)), outer, True, **static)
 
 
@@ -203,6 +230,8 @@ def decode_layout(weights: ExpertWeights) -> jax.Array:
     reference. Gated: gate rows, then up rows."""
     if weights.layout == "tpu":
         return _decode_tpu_layout(weights)
+    if weights.layout == "triton":
+        return _decode_rows(weights)
     e, tiles, chunks, _ = weights.data.shape
     if weights.quantized:
         words = jax.lax.bitcast_convert_type(
@@ -235,9 +264,22 @@ def _decode_tpu_layout(weights: ExpertWeights) -> jax.Array:
     return value.reshape(codes.shape[0], -1, codes.shape[-1])
 
 
+def _decode_rows(weights: ExpertWeights) -> jax.Array:
+    shape = weights.data.shape
+    if weights.quantized:
+        words = jax.lax.bitcast_convert_type(weights.data.reshape(*shape[:-1], -1, 4), jnp.uint32)
+        value = formats.decode_e2m1(codes_of(words)).reshape(*shape[:-1], -1, _BLOCK)
+        value = value * _scale_values(weights.scales)[..., None]
+    else:
+        pairs = weights.data.reshape(*shape[:-1], -1, 2)
+        value = jax.lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
+    return value.reshape(shape[0], shape[1] * shape[2], -1)[..., : weights.k]
+
+
 def decode_bias(weights: ExpertWeights) -> jax.Array | None:
     """Biases FP32 [experts, 2 F or N] in the order of `decode_layout`, or None."""
     if weights.bias is None:
         return None
-    parts = weights.bias.transpose(0, 2, 1, 3) if weights.gated else weights.bias
+    tiles = weights.gated and weights.layout == "hopper"
+    parts = weights.bias.transpose(0, 2, 1, 3) if tiles else weights.bias
     return parts.reshape(parts.shape[0], -1)

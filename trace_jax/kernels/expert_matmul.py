@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.kernels import cuda_build, dispatch, expert_matmul_tpu
+from trace_jax.kernels import cuda_build, dispatch, expert_matmul_tpu, triton_call
 from trace_jax.kernels.expert_layout import ExpertWeights as ExpertWeights
 from trace_jax.kernels.expert_layout import decode_bias, decode_layout
 from trace_jax.kernels.expert_layout import lay_out as lay_out
@@ -151,9 +151,16 @@ def _tpu(x, weights, routing, x_outer, activation, interpret=False):
     return out if weights.gated else jnp.zeros_like(out).at[routing.slot].set(out)
 
 
+def _triton(x, weights, routing, x_outer, activation):
+    from trace_jax.kernels import expert_matmul_triton
+
+    return expert_matmul_triton.expert_matmul(x, weights, routing, x_outer, activation)
+
+
 VERSIONS = {
     "reference": _reference,
     "hopper": _hopper,
+    "triton": _triton,
     "pallas_tpu": _tpu,
     "pallas_interpret": partial(_tpu, interpret=True),
 }
@@ -213,6 +220,14 @@ def _hopper_refusal(x, weights) -> str | None:
     return cuda_build.hopper_refusal()
 
 
+def _triton_refusal(x, weights) -> str | None:
+    if weights.layout != "triton":
+        return f"it takes weights in the layout 'triton', not {weights.layout!r}"
+    if x.dtype != jnp.bfloat16:
+        return f"it takes BF16 activations, not {x.dtype}"
+    return triton_call.refusal()
+
+
 def expert_matmul(
     x: jax.Array,
     weights: ExpertWeights,
@@ -230,8 +245,8 @@ def expert_matmul(
       routing: from `route`.
       x_outer: FP32 [tokens] or [rows], outer scales of x; None if x carries them.
       activation: of gated weights; None for plain ones.
-      version: "auto", "reference", "hopper", "pallas_tpu", or "pallas_interpret" (the TPU
-        kernel, interpreted: slow, anywhere).
+      version: "auto", "reference", "hopper", "triton", "pallas_tpu", or "pallas_interpret" (the
+        TPU kernel, interpreted: slow, anywhere).
 
     Returns:
       Gated: BF16 [rows, F] in row order. Plain: FP32 [tokens * top_k, N] in slot order.
@@ -253,10 +268,11 @@ def expert_matmul(
     refusals = {
         "reference": lambda: None,
         "hopper": lambda: _hopper_refusal(x, weights),
+        "triton": lambda: _triton_refusal(x, weights),
         "pallas_tpu": lambda: _tpu_refusal(x, weights),
         "pallas_interpret": lambda: _pallas_refusal(x, weights),
     }
-    best = {"gpu": ("hopper",), "tpu": ("pallas_tpu",)}
+    best = {"gpu": ("hopper", "triton"), "tpu": ("pallas_tpu",)}
     name = dispatch.choose("expert_matmul", version, refusals, best)
     return _product(x, weights, routing, x_outer, activation, name)
 

@@ -2,7 +2,7 @@
 
 Contract, for every version: K and V rows are stored exactly as kv_pages.write_pages stores
 them, all other bytes of the pool stay, and the record holds the codec's codes and scales.
-The fast version writes in place: inside a loop, or with the pool donated, nothing is copied.
+The fast versions write in place: inside a loop, or with the pool donated, nothing is copied.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ import numpy as np
 
 from trace_jax.fp4 import formats
 from trace_jax.fp4.guidance import SiteGuidance
-from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu, kv_units
-from trace_jax.kernels.kv_pages import KVPages, columns
+from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu, kv_units, triton_call
+from trace_jax.kernels.kv_pages import KVPages, columns, fields_of, units_of
 from trace_jax.kernels.kv_units import KINDS, PAGE
 
 
@@ -40,10 +40,10 @@ def _reference(pages, table, positions, k, v, record):
     here = (jnp.arange(PAGE)[None] == positions[:, None] % PAGE)[:, None, :, None]
     units = []
     for is_v, x in enumerate((k, v)):
-        was = kv_units.fields_of(old[:, :, is_v], pages.kind, pages.head_size, is_v)
+        was = fields_of(pages, old[:, :, is_v], is_v)
         new = kv_units.encode(x[:, :, None], pages.kind)
         both = tuple(jnp.where(here, n, w) for n, w in zip(new, was, strict=True))
-        units.append(kv_units.lay_out(both, pages.kind, is_v))
+        units.append(units_of(pages, both, is_v))
     data = pages.data.at[page].set(jnp.stack(units, axis=2), mode="drop")
     return Appended(pages.replace(data=data), *kept)
 
@@ -75,13 +75,31 @@ def _hopper(pages, table, positions, k, v, record):
     return Appended(pages, SiteGuidance(k_bits, k_scales), SiteGuidance(v_bits, v_scales))
 
 
-VERSIONS = {"reference": _reference, "hopper": _hopper}
+def _triton(pages, table, positions, k, v, record):
+    from trace_jax.kernels import kv_append_triton
+
+    data, *kept = kv_append_triton.store(pages, table, positions, k, v, record)
+    pages = pages.replace(data=data)
+    if record is None:
+        return Appended(pages, None, None)
+    k_bits, k_scales, v_bits, v_scales = kept
+    k_bits, v_bits = (b if record else None for b in (k_bits, v_bits))
+    return Appended(pages, SiteGuidance(k_bits, k_scales), SiteGuidance(v_bits, v_scales))
+
+
+VERSIONS = {"reference": _reference, "hopper": _hopper, "triton": _triton}
 
 
 def _hopper_refusal(pages: KVPages) -> str | None:
     if pages.layout != "hopper":
         return f"it takes pages in the layout 'hopper', not {pages.layout!r}"
     return cuda_build.hopper_refusal()
+
+
+def _triton_refusal(pages: KVPages) -> str | None:
+    if pages.layout != "triton":
+        return f"it takes pages in the layout 'triton', not {pages.layout!r}"
+    return triton_call.refusal()
 
 
 def append(
@@ -104,7 +122,7 @@ def append(
       k, v: [batch, kv_heads, D], rounded to BF16 here; K after RoPE.
       record: None; or the bits a value to return beside the block scales: 0, 1 (mantissa bits)
         or 4 (codes), as in GuidancePlan.bits. Of every row given, stored or not.
-      version: "auto", "reference" or "hopper".
+      version: "auto", "reference", "hopper" or "triton".
 
     Raises:
       ValueError: rows that do not fit the pool, a record of rows that are not NVFP4, or a
@@ -119,7 +137,11 @@ def append(
         raise ValueError(f"append: record is {record}; write None, 0, 1 or 4")
     if record is not None and pages.kind != "nvfp4":
         raise ValueError(f"append: {pages.kind} pages have no FP4 outcomes; write record=None")
-    refusals = {"reference": lambda: None, "hopper": lambda: _hopper_refusal(pages)}
-    name = dispatch.choose("append", version, refusals, {"gpu": ("hopper",)})
+    refusals = {
+        "reference": lambda: None,
+        "hopper": lambda: _hopper_refusal(pages),
+        "triton": lambda: _triton_refusal(pages),
+    }
+    name = dispatch.choose("append", version, refusals, {"gpu": ("hopper", "triton")})
     k, v = (x.astype(jnp.bfloat16) for x in (k, v))
     return VERSIONS[name](pages, table, positions, k, v, record)

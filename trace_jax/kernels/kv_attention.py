@@ -6,7 +6,7 @@ included) and s = scale * q K^T in FP32,
 per query head; heads h * group .. (h + 1) * group - 1 share KV head h. A sequence of length 0
 gives zeros. What the slots outside that range hold has no effect, NaN included. With a window
 of recent tokens (kv_recent), the last W come from it and the others from the pages. The fast
-version rounds probabilities to BF16 before the product with V, and sums them before.
+versions round probabilities to BF16 before the product with V, and sum them before.
 """
 
 from functools import partial
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu
+from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu, triton_call
 from trace_jax.kernels.kv_pages import KVPages, read_pages
-from trace_jax.kernels.kv_recent import read_recent
+from trace_jax.kernels.kv_recent import read_recent, ring_table
 
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
 # (kind, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
@@ -101,9 +101,19 @@ def _tpu(q, pages, table, lengths, scale, window, sink, recent=None, interpret=F
     )
 
 
+def _triton(q, pages, table, lengths, scale, window, sink, recent=None):
+    from trace_jax.kernels import kv_attention_triton
+
+    ring = None if recent is None else ring_table(recent, q.shape[0])
+    return kv_attention_triton.paged_attention(
+        q, pages, table, lengths, scale, window, sink, recent, ring
+    )
+
+
 VERSIONS = {
     "reference": _reference,
     "hopper": _hopper,
+    "triton": _triton,
     "pallas_tpu": _tpu,
     "pallas_interpret": partial(_tpu, interpret=True),
 }
@@ -135,6 +145,15 @@ def _hopper_refusal(q, pages) -> str | None:
     return cuda_build.hopper_refusal()
 
 
+def _triton_refusal(q, pages, recent) -> str | None:
+    for pool in (pages, recent):
+        if pool is not None and pool.layout != "triton":
+            return f"it takes pages in the layout 'triton', not {pool.layout!r}"
+    if q.dtype != jnp.bfloat16:
+        return f"it takes BF16 queries, not {q.dtype}"
+    return triton_call.refusal()
+
+
 def paged_attention(
     q: jax.Array,
     pages: KVPages,
@@ -159,8 +178,8 @@ def paged_attention(
       window: sliding window in tokens, the current one included; None for all.
       sink: FP32 [query heads], a logit a head that takes probability and gives nothing.
       recent: the last tokens in BF16, from kv_recent.new_recent; None: all from the pages.
-      version: "auto", "reference", "hopper", "pallas_tpu", or "pallas_interpret" (the TPU
-        kernel, interpreted: slow, anywhere).
+      version: "auto", "reference", "hopper", "triton", "pallas_tpu", or "pallas_interpret" (the
+        TPU kernel, interpreted: slow, anywhere).
 
     Returns:
       BF16 [batch, query heads, D].
@@ -179,9 +198,10 @@ def paged_attention(
     refusals = {
         "reference": lambda: None,
         "hopper": lambda: _hopper_refusal(q, pages),
+        "triton": lambda: _triton_refusal(q, pages, recent),
         "pallas_tpu": lambda: _tpu_refusal(q, pages, recent),
         "pallas_interpret": lambda: _pallas_refusal(q, pages, recent),
     }
-    best = {"gpu": ("hopper",), "tpu": ("pallas_tpu",)}
+    best = {"gpu": ("hopper", "triton"), "tpu": ("pallas_tpu",)}
     name = dispatch.choose("paged_attention", version, refusals, best)
     return VERSIONS[name](q, pages, table, lengths, scale, window, sink, recent)

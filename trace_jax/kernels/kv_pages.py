@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from trace_jax.kernels import dispatch, kv_attention_tpu, kv_units
+from trace_jax.kernels import dispatch, kv_attention_tpu, kv_rows, kv_units, triton_call
 from trace_jax.kernels.bits import to_e5m3
-from trace_jax.kernels.kv_units import KINDS, PAGE
+from trace_jax.kernels.kv_units import KINDS, PAGE, Fields
 
 
 @struct.dataclass
@@ -23,7 +23,7 @@ class KVPages:
         kv_attention_tpu.
       head_size, kind: static; kind is "nvfp4", "fp8" or "bf16".
       scales, exponents: None, or the other two arrays of layout "tpu".
-      layout: static, "hopper" or "tpu" (NVFP4 only).
+      layout: static, "hopper", "triton" (kv_rows) or "tpu" (NVFP4 only).
     """
 
     data: jax.Array
@@ -53,7 +53,8 @@ def new_pages(
 
     Args:
       kind: "nvfp4", "fp8" or "bf16".
-      layout: "hopper", "tpu", or "auto": "tpu" for NVFP4 on a TPU, else "hopper".
+      layout: "hopper", "triton", "tpu", or "auto": "tpu" for NVFP4 on a TPU, "triton" on a GPU
+        that is no Hopper, else "hopper".
 
     Raises:
       ValueError: a head size other than 64, 128 or 256; an unknown kind; a layout that does
@@ -64,13 +65,14 @@ def new_pages(
     if kind not in KINDS:
         raise ValueError(f"KV pages: kind {kind!r}; write one of {', '.join(KINDS)}")
     if layout == "auto":
-        layout = "tpu" if kind == "nvfp4" and dispatch.platform() == "tpu" else "hopper"
-    if layout == "hopper":
+        tpu = kind == "nvfp4" and dispatch.platform() == "tpu"
+        layout = "tpu" if tpu else triton_call.gpu_layout()
+    if layout in ("hopper", "triton"):
         shape = (num_pages, kv_heads, 2, kv_units.unit_bytes(head_size, kind))
-        return KVPages(jnp.zeros(shape, jnp.uint8), head_size, kind)
+        return KVPages(jnp.zeros(shape, jnp.uint8), head_size, kind, layout=layout)
     if layout != "tpu" or kind != "nvfp4":
         raise ValueError(
-            f"KV pages: layout {layout!r} for {kind}; write auto, hopper, or tpu for nvfp4"
+            f"KV pages: layout {layout!r} for {kind}; write auto, hopper, triton, or tpu for nvfp4"
         )
     rows = (kv_heads * head_size // 2, kv_heads * head_size // 16, kv_heads)
     codes, scales, exponents = (jnp.zeros((num_pages, r, 2 * PAGE), jnp.uint8) for r in rows)
@@ -88,10 +90,7 @@ def write_pages(pages: KVPages, ids: jax.Array, k: jax.Array, v: jax.Array) -> K
         return pages.with_arrays(
             [a.at[ids].set(n, mode="drop") for a, n in zip(pages.arrays, new, strict=True)]
         )
-    units = [
-        kv_units.lay_out(kv_units.encode(x, pages.kind), pages.kind, is_v)
-        for is_v, x in enumerate((k, v))
-    ]
+    units = [units_of(pages, kv_units.encode(x, pages.kind), i) for i, x in enumerate((k, v))]
     return pages.replace(data=pages.data.at[ids].set(jnp.stack(units, axis=2), mode="drop"))
 
 
@@ -102,12 +101,23 @@ def read_pages(pages: KVPages, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return kv_attention_tpu.read(arrays, pages.kv_heads, pages.head_size)
     data = pages.data[ids]
     k, v = (
-        kv_units.decode(
-            kv_units.fields_of(data[..., is_v, :], pages.kind, pages.head_size, is_v), pages.kind
-        )
-        for is_v in range(2)
+        kv_units.decode(fields_of(pages, data[..., is_v, :], is_v), pages.kind) for is_v in range(2)
     )
     return k, v
+
+
+def units_of(pages: KVPages, fields: Fields, is_v: int) -> jax.Array:
+    """Fields [..., 64, n] as units uint8 [..., bytes] of K or of V in the pool's layout."""
+    if pages.layout == "triton":
+        return kv_rows.lay_out(fields, pages.kind)
+    return kv_units.lay_out(fields, pages.kind, is_v)
+
+
+def fields_of(pages: KVPages, units: jax.Array, is_v: int) -> Fields:
+    """Inverse of `units_of`."""
+    if pages.layout == "triton":
+        return kv_rows.fields_of(units, pages.kind, pages.head_size)
+    return kv_units.fields_of(units, pages.kind, pages.head_size, is_v)
 
 
 def columns(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -13,11 +13,13 @@ from trace_jax.kernels.kv_pages import KVPages, new_pages, read_pages
 from trace_jax.kernels.kv_units import PAGE
 
 
-def new_recent(batch: int, tokens: int, kv_heads: int, head_size: int) -> KVPages:
+def new_recent(
+    batch: int, tokens: int, kv_heads: int, head_size: int, layout: str = "auto"
+) -> KVPages:
     """Empty windows of `tokens` for `batch` sequences; ValueError if not a multiple of 64."""
     if tokens < 1 or tokens % PAGE:
         raise ValueError(f"recent tokens: {tokens}; write a positive multiple of {PAGE}")
-    return new_pages(batch * tokens // PAGE, kv_heads, head_size, "bf16", "hopper")
+    return new_pages(batch * tokens // PAGE, kv_heads, head_size, "bf16", layout)
 
 
 def ring_table(recent: KVPages, batch: int) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from trace_jax.fp4 import formats, qtensor
 from trace_jax.fp4.formats import NVFP4, Format
 from trace_jax.fp4.qtensor import QTensor
-from trace_jax.kernels import cuda_build, dispatch
+from trace_jax.kernels import cuda_build, dispatch, triton_call
 
 ROW_FORMAT = NVFP4.replace(name="nvfp4_rows", outer="pow2")
 
@@ -46,17 +46,25 @@ def _hopper(x: jax.Array, fmt: Format, bits: bool) -> QuantizedRows:
     return QuantizedRows(q, mask if bits else None)
 
 
-VERSIONS = {"reference": _reference, "hopper": _hopper}
+def _triton(x: jax.Array, fmt: Format, bits: bool) -> QuantizedRows:
+    from trace_jax.kernels import quantize_triton
+
+    packed, scale, outer, mask = quantize_triton.quantize_rows(x, bits)
+    q = QTensor(packed, scale, outer, fmt, -1, x.shape[-1], jnp.dtype(x.dtype))
+    return QuantizedRows(q, mask if bits else None)
 
 
-def _hopper_refusal(x: jax.Array, fmt: Format) -> str | None:
+VERSIONS = {"reference": _reference, "hopper": _hopper, "triton": _triton}
+
+
+def _gpu_refusal(x: jax.Array, fmt: Format) -> str | None:
     if x.dtype != jnp.bfloat16:
         return f"it takes BF16 rows, not {x.dtype}"
     if (fmt.scale_type, fmt.scale_rule, fmt.outer) != ("e4m3", "six", "pow2"):
         return f"it takes NVFP4 with the plain scale rule and power-of-two rows, not {fmt.name}"
     if x.shape[-1] % 16 or x.shape[-1] > 4096:
         return f"it takes widths up to 4096 that are multiples of 16, not {x.shape[-1]}"
-    return cuda_build.hopper_refusal()
+    return None
 
 
 def quantize_rows(
@@ -66,13 +74,17 @@ def quantize_rows(
 
     Args:
       x: BF16 (the source both sides of a rollout share).
-      fmt: the rows' format; the fast version takes NVFP4 with power-of-two outer scales.
+      fmt: the rows' format; the fast versions take NVFP4 with power-of-two outer scales.
       bits: also return the mantissa bits.
-      version: "auto", "reference" or "hopper".
+      version: "auto", "reference", "hopper" or "triton".
 
     Raises:
       ValueError: a version that cannot run this call.
     """
-    refusals = {"reference": lambda: None, "hopper": lambda: _hopper_refusal(x, fmt)}
-    name = dispatch.choose("quantize", version, refusals, {"gpu": ("hopper",)})
+    refusals = {
+        "reference": lambda: None,
+        "hopper": lambda: _gpu_refusal(x, fmt) or cuda_build.hopper_refusal(),
+        "triton": lambda: _gpu_refusal(x, fmt) or triton_call.refusal(),
+    }
+    name = dispatch.choose("quantize", version, refusals, {"gpu": ("hopper", "triton")})
     return VERSIONS[name](x, fmt, bits)
