@@ -43,6 +43,7 @@ MOE = ModelConfig(
     top_k=2,
 )
 DENSE = dataclasses.replace(MOE, num_experts=0, top_k=0)
+TURNED = dataclasses.replace(DENSE, head_dim=32)
 CONFIGS = {"moe": MOE, "dense": DENSE}
 
 PRECISIONS = {
@@ -57,8 +58,13 @@ PRECISIONS = {
             Rule("*", "bf16", layers=(1,)),
             Rule("v", "bf16", layers=(2,)),
         ),
+        "fp8": (Rule("*", "nvfp4"), Rule("[kv]", "fp8")),
     }.items()
 }
+WINDOW = 4
+PRECISIONS["window"] = PrecisionPolicy((Rule("*", "nvfp4"),), kv_window=WINDOW).resolve(LAYERS)
+# Needs heads of a power of two.
+PRECISIONS["rotated"] = PrecisionPolicy((Rule("*", "nvfp4"),), 3, rotate_v=True).resolve(LAYERS)
 
 FULL = GuidancePlan(layers="all", sites=fp4.SITES, bits=4)
 ONE_BIT = dataclasses.replace(FULL, bits=1)

@@ -64,7 +64,7 @@ def assert_same_rollout(mine, theirs):
         np.testing.assert_array_equal(np.asarray(a)[:, recorded], np.asarray(b)[:, recorded])
 
 
-@pytest.mark.parametrize("policy", ("nvfp4", "mixed"))
+@pytest.mark.parametrize("policy", ("nvfp4", "mixed", "fp8", "window"))
 def test_a_batch_is_what_the_plain_engine_generates(policy):
     mine = generate(fresh(engine(policy)))
     assert_same_rollout(mine, helpers.rollout(policy))
@@ -123,6 +123,7 @@ def run_requests(run, requests, arrivals, **settings):
 REQUEST = st.tuples(st.integers(1, 14), st.integers(1, 12), st.integers(0, 1))
 
 
+@pytest.mark.parametrize("policy", ("nvfp4", "window"))
 @hypothesis.given(
     requests=st.lists(REQUEST, min_size=2, max_size=REQUESTS),
     arrivals=st.lists(st.integers(0, 6), min_size=REQUESTS, max_size=REQUESTS),
@@ -132,9 +133,9 @@ REQUEST = st.tuples(st.integers(1, 14), st.integers(1, 12), st.integers(0, 1))
     max_examples=12, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 def test_a_request_draws_the_same_tokens_alone_in_any_company_and_after_preemption(
-    requests, arrivals, spare
+    policy, requests, arrivals, spare
 ):
-    run = engine(rows=REQUESTS)
+    run = engine(policy, rows=REQUESTS)
     largest = max(-(-(p + n) // PAGE) for p, n, _ in requests)
     fresh(run, pages=largest + 1 + spare)
     together = run_requests(run, requests, arrivals[: len(requests)])
@@ -276,10 +277,12 @@ KERNEL_CACHE = CacheConfig(
 )
 
 
-def kernel_engine(model_config, kernels: bool) -> ContinuousEngine:
+def kernel_engine(
+    model_config, kernels: bool, precision=helpers.PRECISIONS["nvfp4"]
+) -> ContinuousEngine:
     shape = dataclasses.replace(KERNEL_CACHE, kernels=kernels)
     settings = {"temperature": 1.0, "plan": helpers.ONE_BIT}
-    programs = ProgramConfig(model_config, helpers.PRECISIONS["nvfp4"], shape, (), **settings)
+    programs = ProgramConfig(model_config, precision, shape, (), **settings)
     run = ContinuousEngine(programs, 4)
     run.load(_calm_params(model_config))
     return run
@@ -301,7 +304,7 @@ def _calm_params(model_config):
     return helpers.to_rollout(params, helpers.PRECISIONS["nvfp4"])
 
 
-def agreement_of_kernels(model_config):
+def agreement_of_kernels(model_config, precision=helpers.PRECISIONS["nvfp4"]):
     """Both engines on prompts that end inside, at and after a page.
 
     Returns the share of prefilled tokens' guidance bytes that agree, and the mean gap of
@@ -313,7 +316,7 @@ def agreement_of_kernels(model_config):
     ids = jnp.arange(4, dtype=jnp.int32)
     keys = request_keys(0, 0, ids, ids)
     mine, theirs = (
-        kernel_engine(model_config, kernels).generate(prompts, lengths, keys, 1, new)
+        kernel_engine(model_config, kernels, precision).generate(prompts, lengths, keys, 1, new)
         for kernels in (True, False)
     )
     np.testing.assert_array_equal(np.asarray(mine.guidance.recorded).sum(1), lengths + new - 1)
@@ -364,7 +367,17 @@ def test_the_kernels_draw_the_same_tokens_alone_and_in_company():
     assert together == [draw([row])[0] for row in range(4)]
 
 
+def test_fp8_rows_of_rotated_values_are_the_same_policy_in_the_kernels_layouts():
+    """Both sites leave no guidance; what is compared is of the experts' inputs."""
+    precision = tuple(dataclasses.replace(p, rotate_v=True) for p in helpers.PRECISIONS["fp8"])
+    share, gap, same = agreement_of_kernels(KERNEL_MODEL, precision)
+    assert share > 0.99 and gap < 0.1 and same > 0.8, (share, gap, same)
+
+
 def test_what_the_kernels_cannot_hold_is_refused():
+    windowed = tuple(dataclasses.replace(p, kv_window=64) for p in helpers.PRECISIONS["nvfp4"])
+    with pytest.raises(ValueError, match="keep no BF16 tokens .* is 64"):
+        kernel_engine(KERNEL_MODEL, True, windowed)
     with pytest.raises(ValueError, match="head sizes of 64, 128 or 256, not 24"):
         ContinuousEngine(config(cache_config=KERNEL_CACHE), 2)
     with pytest.raises(ValueError, match="pages of 64 tokens, not 4"):

@@ -13,12 +13,20 @@ from trace_jax import fp4, model
 from trace_jax.fp4 import GuidancePlan
 from trace_jax.model.moe import NOT_RECORDED
 from trace_jax.model.sites import LayerSpec, SiteInputs, Sites
-from trace_jax.model.transformer import segments
+from trace_jax.model.specs import segments
 
-CASES = [(MOE, "bf16"), (MOE, "nvfp4"), (MOE, "mxfp4"), (MOE, "mixed"), (DENSE, "nvfp4")]
-case = pytest.mark.parametrize(
-    "config, policy", CASES, ids=["bf16", "nvfp4", "mxfp4", "mixed", "dense-nvfp4"]
-)
+CASES = [
+    (MOE, "bf16"),
+    (MOE, "nvfp4"),
+    (MOE, "mxfp4"),
+    (MOE, "mixed"),
+    (DENSE, "nvfp4"),
+    (MOE, "fp8"),
+    (MOE, "window"),
+    (helpers.TURNED, "rotated"),
+]
+IDS = ["bf16", "nvfp4", "mxfp4", "mixed", "dense-nvfp4", "fp8", "window", "rotated"]
+case = pytest.mark.parametrize("config, policy", CASES, ids=IDS)
 TOKENS = helpers.random_tokens(helpers.ROWS, helpers.LENGTH, seed=1)
 
 
@@ -68,7 +76,7 @@ def test_decoding_token_by_token_gives_the_logits_of_the_training_forward(config
 def test_the_policies_differ_as_much_as_fp4_does():
     """Guards the two tests above: a policy that is ignored would pass them."""
     exact = trainer(MOE, "bf16")[1]
-    for policy in ("nvfp4", "mxfp4", "mixed"):
+    for policy in ("nvfp4", "mxfp4", "mixed", "fp8", "window"):
         assert 0.05 < relative_error(trainer(MOE, policy)[1], exact) < 1.0, policy
 
 

