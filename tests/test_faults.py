@@ -6,7 +6,6 @@ they train and 20 writers while they save.
 
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_distributed import begin, environment, finish, saved
+from test_distributed import begin, environment, finish, saved, wait_for
 
 from trace_jax.checkpoint import Checkpointer, CheckpointError
 from trace_jax.config import MeshConfig
@@ -42,16 +41,12 @@ while True:
 """
 
 
-def wait_for(process, word: str, patience: float = 400) -> str:
+def read_until(process, word: str) -> str:
     """The first line of a process that holds `word`."""
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        if select.select([process.stdout], [], [], 1)[0]:
-            line = process.stdout.readline()
-            assert line, f"the process ended with {process.wait()} before {word!r}"
-            if word in line:
-                return line
-    raise AssertionError(f"no {word!r} in {patience} s")
+    for line in process.stdout:
+        if word in line:
+            return line
+    raise AssertionError(f"the process ended with {process.wait()} before {word!r}")
 
 
 def kill(process) -> list[str]:
@@ -69,9 +64,9 @@ def test_a_writer_killed_at_any_moment_leaves_its_last_save_whole(tmp_path):
             stdout=subprocess.PIPE,
             text=True,
         )
-        started = int(wait_for(process, "at").split()[1])
+        started = int(read_until(process, "at").split()[1])
         assert started >= last, "a save that had been seen is gone"
-        wait_for(process, "saving")
+        read_until(process, "saving")
         time.sleep(rng.random())
         lines = kill(process)
         begun = max([int(line.split()[1]) for line in lines if line.count(" ") == 1] + [started])
@@ -94,7 +89,8 @@ def test_a_run_killed_at_any_moment_is_the_run_that_nobody_killed(tmp_path):
         process = begin(folder, 1, GROUPS)
         wait_for(process, "reward")
         time.sleep(2 * rng.random())
-        kill(process)
+        process.kill()
+        process.wait()
         made, done = len(read_metrics(folder)), Checkpointer(folder / "checkpoints").latest_step()
         print(f"killed after {made} steps, checkpoint {done}")
         assert made - 1 <= done <= made

@@ -76,7 +76,7 @@ class Checkpointer:
             try:
                 self._start_writing(scratch, leaves)
             except Exception as error:
-                shutil.rmtree(scratch, ignore_errors=True)
+                self._discard(scratch)
                 raise self._not_saved(step, error) from error
             arguments = (step, scratch, body, quiet.pop_all())
             self._writer = threading.Thread(target=self._finish, args=arguments, name="checkpoint")
@@ -132,7 +132,11 @@ class Checkpointer:
                 self._failure = self._not_saved(step, error)
                 self._failure.__cause__ = error
             finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+                self._discard(scratch)
+
+    def _discard(self, scratch: Path) -> None:
+        if is_first():  # the others may be done while it still seals
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def _retire(self, step: int) -> None:
         newest_first = self._committed()

@@ -35,11 +35,7 @@ def join(config: DistributedConfig) -> None:
             "process_id": config.process,
         }
     try:
-        jax.distributed.initialize(
-            **known,
-            heartbeat_timeout_seconds=config.timeout,
-            shutdown_timeout_seconds=config.timeout,
-        )
+        jax.distributed.initialize(**known, heartbeat_timeout_seconds=config.timeout)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"distributed.coordinator is {config.coordinator!r} and the processes did not meet "
