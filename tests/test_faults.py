@@ -93,7 +93,7 @@ def test_a_run_killed_at_any_moment_is_the_run_that_nobody_killed(tmp_path):
         process.wait()
         made, done = len(read_metrics(folder)), Checkpointer(folder / "checkpoints").latest_step()
         print(f"killed after {made} steps, checkpoint {done}")
-        assert made - 1 <= done <= made
+        assert made - 2 <= done <= made, "the save after the last step but one had begun"
     steps = made + 1
     for path in (folder, tmp_path / "straight"):
         finish(begin(path, 1, GROUPS | {"rl": GROUPS["rl"] | {"steps": steps}}))
