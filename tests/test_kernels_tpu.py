@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import types
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from kernel_helpers import decode, relative_error
 
 from trace_jax.fp4 import NVFP4, quantize
+from trace_jax.kernels import dispatch, fp4_tpu
 from trace_jax.kernels import expert_matmul as em
 from trace_jax.kernels import kv_attention as ka
 from trace_jax.kernels import kv_pages as kp
@@ -68,6 +70,20 @@ def test_gated_product_equals_the_reference(activation, load):
     assert relative_error(out, want) < 5e-4
 
 
+def test_float4_reads_the_same_weights():
+    """TPU v7's way to read the bytes, interpreted: same products, rows of K in one sum."""
+    routing, _, _ = routed(LOADS["empty"])
+    gate, up = weight(1), weight(2)
+    x = jax.random.normal(jax.random.key(3), (24, K), jnp.bfloat16)
+    run = partial(em._tpu, x_outer=None, activation="silu", interpret=True)
+    outs = [jax.jit(partial(run, float4=f))(x, lay_out(gate, up), routing) for f in (True, False)]
+    assert relative_error(*outs) < 5e-4
+    for chip, float4 in (("TPU7x", True), ("TPU v6 lite", False), ("cpu", False)):
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(dispatch, "device", lambda chip=chip: types.SimpleNamespace(device_kind=chip))
+            assert fp4_tpu.float4_here() == float4
+
+
 def test_both_layouts_hold_the_same_weights():
     gate, up = weight(1), weight(2)
     both = [em.decode_layout(em.lay_out(gate, up, layout)) for layout in ("tpu", "hopper")]
@@ -114,7 +130,8 @@ def test_compiles_ahead_of_time(topology, gated):
     rows = tokens * TOP_K
     routing = em.Routing(shape((rows,), jnp.int32), shape((experts + 1,), jnp.int32))
     x = shape((tokens if gated else rows, k), jnp.bfloat16)
-    run = partial(em._tpu, x_outer=None, activation="silu" if gated else None)
+    float4 = topology.startswith("tpu7x")
+    run = partial(em._tpu, x_outer=None, activation="silu" if gated else None, float4=float4)
     text = compile_for(topology, run, x, weights, routing).as_text()
     assert "custom-call" in text and "tpu_custom_call" in text
 
@@ -169,6 +186,15 @@ def test_paged_attention(d, group, window):
     assert relative_error(out, want) > 1e-4
 
 
+def test_float4_reads_the_same_pages():
+    pages, table, k, v = pages_and_values(64)
+    lengths = jnp.array([0, 65, 192], jnp.int32)
+    q = jax.random.normal(jax.random.key(4), (3, HEADS * 5, 64), jnp.bfloat16)
+    run = partial(ka._tpu, scale=0.125, window=70, sink=None, interpret=True, float4=True)
+    out = jax.jit(run)(q, pages, table, lengths)
+    assert relative_error(out, oracle(q, k, v, lengths, 0.125, 70)) < 4.5e-3
+
+
 def test_unused_slots_of_a_page_have_no_effect():
     lengths = jnp.array([0, 65, 150], jnp.int32)
     q = jax.random.normal(jax.random.key(4), (3, 4, 64), jnp.bfloat16)
@@ -205,7 +231,8 @@ def test_attention_compiles_ahead_of_time(topology, window):
         pytest.skip("libtpu is not installed: TPU kernels are not compiled")
     pages = jax.eval_shape(lambda: kp.new_pages(64, 4, 128, layout="tpu"))
     shape = jax.ShapeDtypeStruct
-    run = partial(ka._tpu, scale=0.1, window=window, sink=None)
+    float4 = topology.startswith("tpu7x")
+    run = partial(ka._tpu, scale=0.1, window=window, sink=None, float4=float4)
     table, lengths = shape((8, 8), jnp.int32), shape((8,), jnp.int32)
     compiled = compile_for(topology, run, shape((8, 32, 128), jnp.bfloat16), pages, table, lengths)
     assert "tpu_custom_call" in compiled.as_text()

@@ -139,15 +139,16 @@ def _hopper(x, weights, routing, x_outer, activation, variant=None):
     )[0]  # fmt: skip
 
 
-def _tpu(x, weights, routing, x_outer, activation, interpret=False):
+def _tpu(x, weights, routing, x_outer, activation, interpret=False, float4=None):
     rows = routing.slot.shape[0]
     if weights.gated:
         source = routing.slot // (rows // x.shape[0])
         x, x_outer = x[source], None if x_outer is None else x_outer[source]
     activate = None if activation is None else partial(gated_activation, activation=activation)
     out = expert_matmul_tpu.expert_matmul(
-        x, weights.data, weights.scales, weights.outer, routing.offset, x_outer, activate, interpret
-    )
+        x, weights.data, weights.scales, weights.outer, routing.offset, x_outer, activate,
+        interpret, float4,
+    )  # fmt: skip
     return out if weights.gated else jnp.zeros_like(out).at[routing.slot].set(out)
 
 

@@ -95,9 +95,11 @@ def _hopper(q, pages, table, lengths, scale, window, sink, recent=None, variant=
     )[0]  # fmt: skip
 
 
-def _tpu(q, pages, table, lengths, scale, window, sink, recent=None, interpret=False):
+def _tpu(
+    q, pages, table, lengths, scale, window, sink, recent=None, interpret=False, float4=None
+):  # fmt: skip
     return kv_attention_tpu.attention(
-        q, pages.arrays, table, lengths, scale, window, sink, interpret
+        q, pages.arrays, table, lengths, scale, window, sink, interpret, float4
     )
 
 
