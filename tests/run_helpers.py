@@ -66,8 +66,8 @@ def _shared_or_continuous(kind: str, config, **settings):
 
 
 @cache
-def _shared_learner(config, mode) -> Learner:
-    learner = Learner(config, mode)
+def _shared_learner(config, mode, ways) -> Learner:
+    learner = Learner(config, mode, ways)
     for name, donated in (("update", 0), ("score", ()), ("audit", ())):
         run = jax.jit(
             getattr(learner, f"_{name}"), donate_argnums=donated, compiler_options=QUICK
@@ -76,13 +76,13 @@ def _shared_learner(config, mode) -> Learner:
     return learner
 
 
-def shared_learner(config: Config, mode) -> Learner:
+def shared_learner(config: Config, mode, ways: int = 1) -> Learner:
     """One learner for all configurations that differ in what a learner does not read."""
     same = dict(mode="bf16", seed=0, data_seed=0, warmup=settings.WarmupConfig())
     steps = dataclasses.replace(config.rl, steps=0)
     checkpoint = settings.CheckpointConfig()
     return _shared_learner(
-        dataclasses.replace(config, rl=steps, checkpoint=checkpoint, **same), mode
+        dataclasses.replace(config, rl=steps, checkpoint=checkpoint, **same), mode, ways
     )
 
 

@@ -4,11 +4,13 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from run_helpers import QUICK, tiny
 
 from trace_jax.loop import Trainer
 from trace_jax.parallel import rows_sharding
+from trace_jax.rl.learner import Batch, _merge, _split
 
 COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
@@ -20,7 +22,8 @@ ELEMENT = re.compile(r"\b([a-z]+\d*\w*)\[")
 @pytest.fixture(scope="module")
 def learner(tmp_path_factory):
     """(compiled update on eight devices, its state and rollout as shapes)."""
-    trainer = Trainer(tiny(mesh={"data": 4, "expert": 2}), tmp_path_factory.mktemp("run"))
+    config = tiny(mesh={"data": 4, "expert": 2}, rl={"micro_batches": 2})
+    trainer = Trainer(config, tmp_path_factory.mktemp("run"))
     state = trainer.start(trainer.fresh_params())["train"]
     rows = trainer.config.rows
     rollout = trainer._rollout_like(rows)
@@ -51,6 +54,20 @@ def test_no_record_of_the_rollout_crosses_devices(learner):
     assert any("f32" in elements for _, elements in moved), "gradients are summed"
     for op, elements in moved:
         assert not {"u8", "pred", "s16"} & set(elements), (op, elements)
+
+
+@pytest.mark.parametrize("ways, parts", [(1, 2), (4, 2), (2, 1), (2, 4)])
+def test_pieces_take_rows_of_every_device_and_come_back_in_order(ways, parts):
+    rows = jnp.arange(16)
+    fields = dict.fromkeys(Batch._fields) | {"tokens": rows[:, None], "routes": rows[None, :, None]}
+    pieces = _split(Batch(**fields), parts, ways)
+    size = 16 // (ways * parts)
+    of_device = np.arange(16).reshape(ways, parts, size)  # a device has 16 / ways rows in a run
+    for part in range(parts):
+        wanted = of_device[:, part].reshape(-1)
+        np.testing.assert_array_equal(pieces.tokens[part, :, 0], wanted)
+        np.testing.assert_array_equal(pieces.routes[part, 0, :, 0], wanted)
+    np.testing.assert_array_equal(_merge(pieces.tokens, ways)[:, 0], rows)
 
 
 def test_nothing_passes_through_the_host(learner):

@@ -239,6 +239,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(straight, tmp_path, damaged
     "groups, key",
     [
         ({"rl": {"prompts_per_step": 12}}, "rl.prompts_per_step is 12"),
+        ({"rl": {"micro_batches": 2}}, "rl.prompts_per_step is 8"),
         ({"eval": {"problems": 9}}, "eval.problems is 9"),
         ({"warmup": {"batch_size": 4}}, "warmup.batch_size is 4"),
     ],

@@ -28,6 +28,7 @@ from trace_jax.parallel import (
     join,
     make_mesh,
     once,
+    row_ways,
     rows_sharding,
     shard_params,
     shard_rows,
@@ -170,7 +171,7 @@ class Trainer:
         check_params(shapes, self.mesh)
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, self.mesh)
-        self.learner = Learner(config, self.mode)
+        self.learner = Learner(config, self.mode, row_ways(self.mesh))
         self.queue = RolloutQueue(config.rl.max_version_lag)
         evaluator = functools.cache(
             lambda precision: Evaluator(config, precision, self.mesh, self.actor.tokenizer)
@@ -399,7 +400,8 @@ def _agreement_by_lag(codes: dict, lag: np.ndarray) -> dict:
 
 def _check_rows(config: Config, mesh) -> None:
     """Refuses before any work what would not divide over the devices later."""
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = row_ways(mesh)
+    parts = config.rl.minibatches * config.rl.micro_batches
     require(
         config.rollout.engine == "batch" or mesh.size == 1,
         f"rollout.engine is 'continuous', which runs on one device so far, and the mesh has "
@@ -421,6 +423,13 @@ def _check_rows(config: Config, mesh) -> None:
             count % ways == 0,
             f"{path} is {count}; write a multiple of the data x fsdp = {ways} devices of the mesh",
         )
+    prompts = config.rl.prompts_per_step
+    require(
+        prompts % (ways * parts) == 0,
+        f"rl.prompts_per_step is {prompts}; write a multiple of the data x fsdp = {ways} devices "
+        f"times rl.minibatches * rl.micro_batches = {parts}: each piece takes whole groups of "
+        "every device",
+    )
 
 
 def warm_start(trainer: Trainer, stream=None) -> dict:

@@ -1,5 +1,12 @@
 """Device meshes, how arrays lie on them, and the processes behind them."""
 
-from trace_jax.parallel.mesh import make_mesh, rows_sharding, shard_params, shard_rows, to_host
+from trace_jax.parallel.mesh import (
+    make_mesh,
+    row_ways,
+    rows_sharding,
+    shard_params,
+    shard_rows,
+    to_host,
+)
 from trace_jax.parallel.processes import any_of, from_first, is_first, join, once
 from trace_jax.parallel.rules import check_params

@@ -71,11 +71,12 @@ def shard_params(params, mesh: Mesh):
 
 def rows_sharding(shape: tuple[int, ...], axis: int, mesh: Mesh) -> NamedSharding:
     """Of an array whose rows lie on `axis`: over the data axes, or whole if they do not divide."""
-    over = ("data", "fsdp") if shape[axis] % _ways(mesh) == 0 else None
+    over = ("data", "fsdp") if shape[axis] % row_ways(mesh) == 0 else None
     return NamedSharding(mesh, P(*(None,) * axis, over))
 
 
-def _ways(mesh: Mesh) -> int:
+def row_ways(mesh: Mesh) -> int:
+    """Parts that rows are cut into."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
@@ -85,7 +86,7 @@ def shard_rows(tree, mesh: Mesh):
     Raises:
       ConfigError: N does not divide; says what would.
     """
-    ways = _ways(mesh)
+    ways = row_ways(mesh)
 
     def place(a):
         if a.shape[0] % ways:

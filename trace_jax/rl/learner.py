@@ -110,10 +110,14 @@ def response_window(x: jax.Array, prompt_length: jax.Array, width: int) -> jax.A
 
 
 class Learner:
-    """Compiled functions of one configuration: `update`, `score`, `audit`, `sampler_head`."""
+    """Compiled functions of one configuration: `update`, `score`, `audit`, `sampler_head`.
 
-    def __init__(self, config: Config, mode: Mode):
-        self.config, self.mode = config, mode
+    Args:
+      ways: devices that the rows lie over; mini- and micro-batches take rows of each.
+    """
+
+    def __init__(self, config: Config, mode: Mode, ways: int = 1):
+        self.config, self.mode, self.ways = config, mode, ways
         self.settings = algorithm(config.rl.algorithm)
         self.tx = optimizer(config)
         guided = bool(model.planned_layers(config.model, mode.trainer, mode.plan))
@@ -272,7 +276,7 @@ class Learner:
         weights = aggregation_weights(
             batch.mask, self.settings["aggregation"], max_length=self.config.task.max_response
         )
-        micro = _split(batch._replace(weights=weights), self.config.rl.micro_batches)
+        micro = _split(batch._replace(weights=weights), self.config.rl.micro_batches, self.ways)
 
         def add(total, part):
             (loss, aux), grads = jax.value_and_grad(self._loss, has_aux=True)(state.params, part)
@@ -282,7 +286,7 @@ class Learner:
         (loss, grads), (metrics, logp) = jax.lax.scan(add, zero, micro)
         state, stepped = apply_gradients(state, grads, self.tx)
         metrics = _join(metrics)
-        return state, ({**metrics, **stepped, "loss": loss}, logp.reshape(-1, logp.shape[-1]))
+        return state, ({**metrics, **stepped, "loss": loss}, _merge(logp, self.ways))
 
     def _update(
         self, state: TrainState, rollout: Rollout, advantages, live, old, ref, sampler=None
@@ -305,10 +309,10 @@ class Learner:
             old = response_window(rollout.logp, rollout.prompt_length, width)
         batch = self._batch(rollout, advantages, state.version, old, ref, live, sampler)
         lag = state.version - rollout.version
-        steps = _split(batch, self.config.rl.minibatches)
+        steps = _split(batch, self.config.rl.minibatches, self.ways)
         state, (metrics, logp) = jax.lax.scan(self._step, state, steps)
         metrics = _join(metrics)
-        compared = (logp.reshape(batch.mask.shape), batch.logp_rollout, batch.mask, advantages)
+        compared = (_merge(logp, self.ways), batch.logp_rollout, batch.mask, advantages)
         ledger = logprob_ledger(*compared)
         if most := self.config.rl.max_version_lag:
             ledger |= ledger_by_lag(*compared, lag, most)
@@ -330,14 +334,26 @@ def _take(batch: Batch, cut) -> Batch:
     return Batch(**fields, routes=layers(batch.routes), guidance=guidance)
 
 
-def _split(batch: Batch, parts: int) -> Batch:
-    """Cuts N into `parts` contiguous pieces (groups stay whole) on a new leading axis."""
+def _split(batch: Batch, parts: int, ways: int) -> Batch:
+    """Cuts N into `parts` pieces on a new leading axis; groups stay whole.
+
+    Each piece takes a run of the rows of each of `ways` devices, so that none moves.
+    """
 
     def cut(a, axis):
-        shape = (*a.shape[:axis], parts, a.shape[axis] // parts, *a.shape[axis + 1 :])
-        return jnp.moveaxis(a.reshape(shape), axis, 0)
+        size = a.shape[axis] // (ways * parts)
+        a = a.reshape(*a.shape[:axis], ways, parts, size, *a.shape[axis + 1 :])
+        a = jnp.moveaxis(a, axis + 1, 0)
+        return a.reshape(*a.shape[: axis + 1], ways * size, *a.shape[axis + 3 :])
 
     return _take(batch, cut)
+
+
+def _merge(pieces: jax.Array, ways: int) -> jax.Array:
+    """[parts, n, ...] as `_split` cuts it, back to [N, ...] in the order of the batch."""
+    parts, rows, *rest = pieces.shape
+    pieces = pieces.reshape(parts, ways, rows // ways, *rest)
+    return jnp.moveaxis(pieces, 0, 1).reshape(parts * rows, *rest)
 
 
 COUNTS = ("tokens", "missing", "dropped_sequences", "skipped")
