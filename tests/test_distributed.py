@@ -22,7 +22,7 @@ from trace_jax.metrics import read_metrics
 from trace_jax.parallel import processes
 
 TESTS = Path(__file__).resolve().parent
-GROUPS = {"rl": {"steps": 2}, "warmup": {"steps": 1}, "checkpoint": {"every": 1}}
+GROUPS = {"rl": {"steps": 2}, "warmup": {"steps": 0}, "checkpoint": {"every": 1}}
 TIMEOUT = 10  # seconds of silence of a dead process
 PATIENCE = 560  # seconds until the tests give up on a process; compiling takes most of them
 
@@ -86,9 +86,9 @@ def alone(tmp_path_factory):
     return folder, finish(begin(folder, 8, GROUPS))
 
 
-def saved(folder):
+def saved(folder, what="checkpoints"):
     """Every leaf of the newest checkpoint, by name, as NumPy."""
-    saver = Checkpointer(folder / "checkpoints")
+    saver = Checkpointer(folder / what)
     leaves = json.loads(
         (saver.directory / str(saver.latest_step()) / "commit.json").read_text().split("\n")[1]
     )["leaves"]
@@ -96,26 +96,61 @@ def saved(folder):
     return saver.restore(None, like)[0]
 
 
-def assert_same(one, two):
-    assert rows_of(two) == rows_of(one), "losses, rewards, samples and ledgers"
+EXACT = ("reward/", "rollout/", "step", "weights/", "guidance/", "mismatch/tokens")
+CLOSE = ("train/loss", "train/grad_norm", "train/entropy", "train/balance")
+
+
+def assert_same_rows(one: list[dict], two: list[dict]) -> None:
+    """Rewards and counts equal; losses but for the order in which processes sum gradients."""
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            if key.startswith(EXACT):
+                assert a[key] == b[key], key
+        for key in CLOSE:
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), key
+
+
+def assert_same_saves(one, two) -> None:
+    """Parameters and optimizer but for the order of FP32 sums, everything else exactly.
+
+    The moments of one weight, whose gradient is a small rest of large terms, part by 1.4e-5.
+    """
     first, second = saved(one), saved(two)
     assert first.keys() == second.keys()
     for name, value in first.items():
-        np.testing.assert_array_equal(value, second[name], err_msg=name)
+        if value.dtype == np.float32:
+            size = max(np.linalg.norm(value), 1e-20)
+            assert np.linalg.norm(value - second[name]) / size < 1e-4, name
+        else:
+            np.testing.assert_array_equal(value, second[name], err_msg=name)
 
 
 def test_two_processes_are_one_run(alone, tmp_path):
-    """The same losses and samples; files once; the losses do not depend on the processes."""
+    """The same losses and samples, and one writer.
+
+    BR-156: three of the first step's eight prompts are too long, so that most rows of the second
+    process have no loss; it makes the same steps.
+    """
     outs = [finish(process) for process in begin_two(tmp_path / "run")]
-    assert_same(alone[0], tmp_path / "run")
+    folder = tmp_path / "run"
+    assert_same_rows(rows_of(alone[0]), rows_of(folder))
+    assert_same_saves(alone[0], folder)
+    for name in ("tokens", "length"):  # of the rollout of the last policy
+        one, two = saved(alone[0], "audit")[name], saved(folder, "audit")[name]
+        np.testing.assert_array_equal(one, two)
     lines = [[x for x in out.splitlines() if x.startswith("step ")] for out in outs]
-    assert len(lines[0]) == 3 and lines[1] == [], "one process reports"
+    assert len(lines[0]) == 2 and lines[1] == [], "one process reports"
     ends = {x for out in outs for x in out.splitlines() if x.startswith("finished")}
     assert ends == {alone[1].splitlines()[-1]}, "both know the result"
 
 
 def test_a_dead_process_ends_the_other_and_the_run_goes_on(alone, tmp_path):
-    """In bounded time, with a word on which one died; resumed by one process with 8 devices."""
+    """In bounded time, with a word on which one died; resumed by one process with 8 devices.
+
+    BR-139: the data's position is the step, whatever the number of processes.
+    """
     folder = tmp_path / "run"
     first, second = begin_two(folder, rl={"steps": 1000})
     try:
@@ -135,7 +170,7 @@ def test_a_dead_process_ends_the_other_and_the_run_goes_on(alone, tmp_path):
     assert "finished" in finish(begin(folder, 8, groups))
     rows = read_metrics(folder)
     assert [row["step"] for row in rows] == list(range(made + 1))
-    assert rows_of(folder)[:2] == rows_of(alone[0])
+    assert_same_rows(rows_of(folder)[:2], rows_of(alone[0]))
 
 
 # --- one process ------------------------------------------------------------------------
