@@ -16,6 +16,7 @@ from trace_jax.fp4 import FP8, LayerPrecision, PrecisionPolicy, Rule
 from trace_jax.kernels import kv_pages, kv_units
 from trace_jax.model import attention, kv_planes, paged
 from trace_jax.model.accounting import kv_bytes_per_token
+from trace_jax.model.config_parts import Latent
 from trace_jax.model.sites import LayerSpec, SiteInputs, Sites
 
 quantize_fp8 = jax.jit(fp4.quantize_fp8)
@@ -156,13 +157,19 @@ def test_rotation_alone_is_the_same_function():
     assert 1e-4 < error < 0.02, error
 
 
+LATENT = dataclasses.replace(
+    helpers.DENSE,
+    num_kv_heads=4,
+    qk_norm=False,
+    latent=Latent(kv_rank=16, q_rank=0, nope_dim=16, rope_dim=8, v_dim=12),
+)
+
+
 def test_latent_attention_refuses_the_rotation():
-    latent = model.config.Latent(kv_rank=16, q_rank=0, nope_dim=16, rope_dim=8, v_dim=12)
-    config = dataclasses.replace(helpers.MOE, num_kv_heads=4, qk_norm=False, latent=latent)
-    spec = model.numerics(config, helpers.PRECISIONS["rotated"])
-    params = jax.eval_shape(partial(model.init, config), jax.random.key(0))
+    spec = model.numerics(LATENT, helpers.PRECISIONS["rotated"])
+    params = jax.eval_shape(partial(model.init, LATENT), jax.random.key(0))
     with pytest.raises(ValueError, match="values of latent attention are its keys too"):
-        jax.eval_shape(lambda p: model.apply(config, p, jnp.ones((1, 2), jnp.int32), spec), params)
+        jax.eval_shape(lambda p: model.apply(LATENT, p, jnp.ones((1, 2), jnp.int32), spec), params)
 
 
 # --- the window -----------------------------------------------------------------------------------
@@ -210,9 +217,10 @@ def test_attention_reads_recent_keys_and_values_unquantized(window, sliding):
     np.testing.assert_array_equal(np.asarray(attend(q, old, new), np.float64), out)
 
 
-def test_a_window_over_everything_is_a_bf16_cache():
+@pytest.mark.parametrize("config", [helpers.DENSE, LATENT], ids=["grouped", "latent"])
+def test_a_window_over_everything_is_a_bf16_cache(config):
     """And a smaller one is neither that nor the quantized cache."""
-    config, tokens = helpers.MOE, helpers.random_tokens(3, 8)
+    tokens = helpers.random_tokens(3, 8)
     kv = (Rule("[kv]", "nvfp4"),)
     found = {
         window: logits_of(
