@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import triton_helpers
 
-from trace_jax.fp4 import NVFP4, quantize
-from trace_jax.kernels import cuda_build, dispatch, triton_call
+from trace_jax.fp4 import NVFP4, quantize, unscaled
+from trace_jax.kernels import cuda_build, dispatch, kv_units, triton_call
 from trace_jax.kernels import expert_matmul as em
 from trace_jax.kernels import kv_pages as kp
 from trace_jax.kernels.bits import codes_of
+from trace_jax.kernels.expert_layout import decode_bias
 from trace_jax.kernels.kv_append import append
 from trace_jax.kernels.kv_attention import paged_attention
 from trace_jax.kernels.kv_units import KINDS
@@ -173,40 +174,36 @@ def test_calls_lower_for_cuda(monkeypatch, name):
 # --- layouts, on any machine ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ("nvfp4", "bf16"))
-@pytest.mark.parametrize("gated", (True, False))
-def test_weights_are_those_of_the_other_layout(kind, gated):
-    parts, n, k = 2 if gated else 1, 48, 160
-    given = [normal(i, 3, n, k) for i in range(parts)]
+@pytest.mark.parametrize("kind, parts", (("nvfp4", 2), ("bf16", 1)))
+def test_the_layout_keeps_every_weight_and_bias(kind, parts):
+    n, k = 16, 80  # K is padded
+    given = [normal(i, 2, n, k) for i in range(parts)]
+    want = given
     if kind == "nvfp4":
-        given = [quantize(w, NVFP4, outer_axes=(1, 2)) for w in given]
-    bias = dict(zip(("bias", "up_bias"), (normal(i, 3, n) for i in range(parts)), strict=False))
-    got, want = (em.lay_out(*given, layout=name, **bias) for name in ("triton", "hopper"))
-    np.testing.assert_array_equal(em.decode_layout(got), em.decode_layout(want))
-    np.testing.assert_array_equal(got.outer, want.outer)
-    routing = em.Routing(jnp.arange(6), jnp.array([0, 1, 6, 6]))
-    out = [
-        em.expert_matmul(
-            normal(9, 6, k), w, routing, activation="silu" if gated else None, version="reference"
-        )
-        for w in (got, want)
-    ]
-    np.testing.assert_array_equal(*out)
-    assert got.outputs == n and (got.data.shape[-1] * (2 if kind == "nvfp4" else 0.5)) % 64 == 0
+        given = [jax.jit(partial(quantize, format=NVFP4, outer_axes=(1, 2)))(w) for w in given]
+        want = [unscaled(q) for q in given]
+    biases = [normal(i, 2, n) for i in range(parts)]
+    bias = dict(zip(("bias", "up_bias"), biases, strict=False))
+    laid = jax.jit(partial(em.lay_out, layout="triton"))(*given, **bias)
+    assert laid.outputs == n and laid.data.shape[:3] == (2, parts, n)
+    got = np.asarray(jax.jit(em.decode_layout)(laid))
+    np.testing.assert_array_equal(got, np.concatenate(want, axis=1).astype(np.float32))
+    np.testing.assert_array_equal(decode_bias(laid), np.concatenate(biases, axis=1))
+    if kind == "nvfp4":
+        np.testing.assert_array_equal(laid.outer, np.stack([q.outer.ravel() for q in given], 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_hold_the_same_rows_and_append_equals_write(kind):
     k, v = normal(0, 2, 64, 2, 64), normal(1, 2, 64, 2, 64)
     ids = jnp.array([2, 1])
-    empty = [kp.new_pages(3, 2, 64, kind, layout) for layout in ("triton", "hopper")]
-    pages, other = (jax.jit(kp.write_pages)(p, ids, k, v) for p in empty)
-    assert pages.data.nbytes == other.data.nbytes
-    for got, want in zip(kp.read_pages(pages, ids), kp.read_pages(other, ids), strict=True):
-        np.testing.assert_array_equal(got, want)
+    pages = jax.jit(kp.write_pages)(kp.new_pages(3, 2, 64, kind, "triton"), ids, k, v)
+    for got, x in zip(jax.jit(kp.read_pages)(pages, ids), (k, v), strict=True):
+        want = jax.jit(lambda x: kv_units.decode(kv_units.encode(x, kind), kind))(x)
+        np.testing.assert_array_equal(got, want.swapaxes(1, 2))
     k = k.at[0, 37].set(v[1, 5])
-    out = append(pages, ids[:, None], jnp.array([37, -1]), k[:, 37], v[:, 37]).pages
-    np.testing.assert_array_equal(out.data, kp.write_pages(pages, ids, k, v).data)
+    out = jax.jit(append)(pages, ids[:, None], jnp.array([37, -1]), k[:, 37], v[:, 37]).pages
+    np.testing.assert_array_equal(out.data, jax.jit(kp.write_pages)(pages, ids, k, v).data)
 
 
 # --- refusals and choices ------------------------------------------------------------------------
