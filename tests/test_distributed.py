@@ -127,6 +127,7 @@ def assert_same_saves(one, two) -> None:
             np.testing.assert_array_equal(value, second[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(alone, tmp_path):
     """The same losses and samples, and one writer.
 
@@ -146,6 +147,7 @@ def test_two_processes_are_one_run(alone, tmp_path):
     assert ends == {alone[1].splitlines()[-1]}, "both know the result"
 
 
+@pytest.mark.slow
 def test_a_dead_process_ends_the_other_and_the_run_goes_on(alone, tmp_path):
     """In bounded time, with a word on which one died; resumed by one process with 8 devices.
 
