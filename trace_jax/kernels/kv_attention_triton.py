@@ -72,8 +72,8 @@ def attention(
         unit = data + (unit * HEADS + h) * (2 * UNIT)
         token = page * _TOKENS + tl.arange(0, _TOKENS)
         if RING:
-            back = (length - 1 - token) % RING
-            token = length - 1 - tl.where(back < 0, back + RING, back)
+            # Slots not yet filled get a number outside, whatever sign % has.
+            token = length - 1 - (length - 1 - token) % RING
         live = (token >= low) & (token < high)
         key, power = _unit(unit, D, KIND)
         score = tl.dot(key, queries) * (power * SCALE)[:, None]
