@@ -8,8 +8,10 @@ whenever they are made, and a sequence draws the same tokens alone, in any batch
 after preemption.
 """
 
+import array
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 from trace_jax.rollout.page_pool import PagePool
@@ -57,9 +59,10 @@ class Sequence:
         """Tokens that prefill stores: the prompt but for its last one."""
         return self.prompt - 1
 
-    @property
-    def prefix_key(self) -> tuple[int, ...]:
-        return tuple(self.tokens[: self.prefix])
+    @functools.cached_property
+    def prefix_key(self) -> bytes:
+        """Names the prefilled tokens; made once, and bytes keep their hash."""
+        return array.array("i", self.tokens[: self.prefix]).tobytes()
 
 
 @dataclasses.dataclass
@@ -98,7 +101,7 @@ class Scheduler:
         self.slots: list[Sequence | None] = [None] * slots
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.held: list[Sequence] = []
-        self.prefixes: collections.OrderedDict[tuple, Prefix] = collections.OrderedDict()
+        self.prefixes: collections.OrderedDict[bytes, Prefix] = collections.OrderedDict()
         # What the device must do before the next dispatch.
         self.page_copies: list[tuple[int, int]] = []  # (from, to)
         self.record_copies: list[tuple[int, int, int]] = []  # (from row, to row, tokens)
