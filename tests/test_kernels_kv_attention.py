@@ -153,6 +153,20 @@ def test_lengths_of_any_spread(version):
 
 
 @ON_GPU
+@KINDS
+def test_a_sequence_gives_the_same_bits_alone_and_in_company(kind):
+    """Eleven pages are two splits, wherever the shares of the warps begin."""
+    lengths = jnp.array([700, 1, 333, 64, 65, 699, 300, 512], jnp.int32)
+    pages, table, _, _ = cache(8, 11, 2, 128, kind)
+    q = normal(3, 8, 8, 128)
+    run = jax.jit(partial(attention, scale=0.1))
+    together = run(q, pages, table, lengths)
+    for row in range(8):
+        alone = run(q, pages, table, jnp.where(jnp.arange(8) == row, lengths, 0))
+        np.testing.assert_array_equal(alone[row], together[row])
+
+
+@ON_GPU
 @pytest.mark.parametrize(
     "kind, d, variant",
     [(kind, d, v) for (kind, d), several in ka.HOPPER_VARIANTS.items() for v in several],

@@ -139,3 +139,10 @@ def test_weight_bytes_count_codes_scales_and_outer_scales():
     for policy, experts in (("nvfp4", fp4_bytes), ("bf16", bf16_bytes)):
         wanted = LAYERS * (2 * attention + 4 * norms + experts) + rest
         assert sync.weight_bytes(helpers.rollout_params_of(MOE, policy)) == wanted, policy
+
+
+def test_the_router_s_bf16_parts_add_up_to_it():
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(8, 64)) * 0.02, jnp.float32)
+    parts = np.asarray(jax.jit(sync.bf16_parts)(weights), np.float64)
+    assert parts.shape == (3, 8, 64)
+    np.testing.assert_array_equal(parts.sum(0), np.asarray(weights, np.float64))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from trace_jax import fp4
 from trace_jax.fp4 import LayerPrecision, QTensor
 from trace_jax.kernels.expert_matmul import lay_out
-from trace_jax.model.layers import KEPT_FP32, Dtype, expert_weight
+from trace_jax.model.layers import KEPT_FP32, Dtype, expert_weight, rounded
 from trace_jax.model.specs import depth, segments, stacks_of
 
 EXPERT_WEIGHTS = ("gate_up", "down")
@@ -95,7 +95,22 @@ def _with_kernel_weights(layer: dict) -> dict:
         "gate_up": lay_out(*halves, bias=gate_bias, up_bias=up_bias),
         "down": lay_out(one["down"], bias=down_bias),
     }
+    if "router" in moe:
+        laid_out["router"] = bf16_parts(moe["router"][0])
     return {**layer, "moe": moe | jax.tree.map(lambda a: a[None], laid_out)}
+
+
+def bf16_parts(weights: jax.Array) -> jax.Array:
+    """BF16 [3, ...] whose sum is FP32 `weights` [...]: BF16 products that add up to FP32's.
+
+    The tensor cores have no FP32 product, and the router's is a tenth of a decode step's
+    dense products without them.
+    """
+    parts, rest = [], weights
+    for _ in range(3):
+        parts.append(rounded(rest))
+        rest = rest - parts[-1].astype(jnp.float32)
+    return jnp.stack(parts)
 
 
 def _rows(weight: QTensor | jax.Array, rows: slice) -> QTensor | jax.Array:

@@ -4,8 +4,8 @@
 
 extern "C" float bench_paged_attention(int variant, const void** pages, int n, const void* table,
                                        const void* lengths, const void* query, void* out,
-                                       void* partial, void* partial_ml, void* prefix, int batch,
-                                       int kv_heads, int group, int max_pages, int warps,
+                                       void* partial, void* partial_ml, int batch, int kv_heads,
+                                       int group, int max_pages, int warps, int splits,
                                        float scale, int reps) {
   trace_jax::Args a{};
   a.table = static_cast<const int*>(table);
@@ -13,13 +13,13 @@ extern "C" float bench_paged_attention(int variant, const void** pages, int n, c
   a.query = static_cast<const __nv_bfloat16*>(query);
   a.partial = static_cast<float*>(partial);
   a.partial_ml = static_cast<float2*>(partial_ml);
-  a.prefix = static_cast<int*>(prefix);
   a.out = static_cast<__nv_bfloat16*>(out);
   a.batch = batch;
   a.kv_heads = kv_heads;
   a.group = group;
   a.max_pages = max_pages;
   a.warps = warps;
+  a.splits = splits;
   a.scale = scale * trace_jax::kLog2e;
   return median_us(n, reps, [&](int i, cudaStream_t stream) {
     a.pages = static_cast<const uint8_t*>(pages[i]);

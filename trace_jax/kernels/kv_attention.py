@@ -18,6 +18,7 @@ import numpy as np
 from trace_jax.kernels import cuda_build, dispatch, kv_attention_tpu, triton_call
 from trace_jax.kernels.kv_pages import KVPages, read_pages
 from trace_jax.kernels.kv_recent import read_recent, ring_table
+from trace_jax.kernels.kv_units import PAGE
 
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
 # (kind, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
@@ -33,6 +34,7 @@ HOPPER_VARIANTS = {
     ("bf16", 256): ((7, 2),),
 }
 HOPPER_BATCH = 4096
+SPLIT = 8  # pages of a partial result, as in cuda/paged_attention.cu
 
 
 def _tokens(pages, table, lengths, recent):
@@ -79,19 +81,20 @@ def _hopper(q, pages, table, lengths, scale, window, sink, recent=None, variant=
     kv_heads = pages.kv_heads
     index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
     tiles = batch * kv_heads * -(-heads // kv_heads // 8)
-    slots = BLOCKS * warps + tiles * (1 if recent is None else 2)
+    splits = -(-table.shape[1] // SPLIT) + (recent is not None)
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
-        jax.ShapeDtypeStruct((slots, 8, d), jnp.float32),
-        jax.ShapeDtypeStruct((slots, 8, 2), jnp.float32),
-        jax.ShapeDtypeStruct((batch + 1,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles, splits, 8, d), jnp.float32),
+        jax.ShapeDtypeStruct((tiles, splits, 8, 2), jnp.float32),
     )
     return jax.ffi.ffi_call(cuda_build.register("paged_attention"), out)(
         pages.data, table, lengths, q,
         jnp.zeros(0, jnp.float32) if sink is None else sink.astype(jnp.float32),
-        jnp.zeros(0, jnp.uint8) if recent is None else recent.data,
+        jnp.zeros(0, jnp.uint8) if recent is None else recent.data, jnp.zeros(0, jnp.int32),
         variant=np.int64(index), kv_heads=np.int64(kv_heads), window=np.int64(window or 0),
-        warps=np.int64(BLOCKS * warps), scale=np.float32(scale),
+        warps=np.int64(BLOCKS * warps),
+        recent_tokens=np.int64(0 if recent is None else recent.data.shape[0] // batch * PAGE),
+        scale=np.float32(scale),
     )[0]  # fmt: skip
 
 

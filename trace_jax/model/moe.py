@@ -17,10 +17,10 @@ from trace_jax.kernels.grouped_matmul import (
     slots_to_rows,
     tokens_to_rows,
 )
-from trace_jax.kernels.top_k import choose_experts
+from trace_jax.kernels.top_k import add_parts, choose_experts
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.config_parts import Router
-from trace_jax.model.layers import ExpertWeight, Linear, Mlp, expert_weight, rounded
+from trace_jax.model.layers import ExpertWeight, Linear, Mlp, expert_weight, product, rounded
 from trace_jax.model.sites import Sites
 
 NOT_RECORDED = -1  # expert id of a token whose route was not recorded
@@ -125,25 +125,30 @@ class MoE(nn.Module):
 
     def _route(self, tokens, routes, sites: Sites) -> Routing:
         cfg = self.config
-        normal, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
-        router = self.param("router", normal, (cfg.num_experts, cfg.hidden), jnp.float32)
-        logits = jnp.einsum(
-            "tk,ek->te",
-            tokens.astype(jnp.float32),
-            router.astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        zeros, logits = nn.initializers.zeros, self._logits(tokens)
         if cfg.moe_bias:
             bias = self.param("router_bias", zeros, (cfg.num_experts,), jnp.float32)
-            logits = logits + bias.astype(jnp.float32)[None]
+            logits = add_parts(logits)[:, None] + bias.astype(jnp.float32)[None, None]
         if sites.decoding and cfg.router == PLAIN:
             ids, gates = choose_experts(logits, cfg.top_k, normalize=cfg.norm_topk)
             return Routing(ids, gates, None)
+        logits = add_parts(logits)
         correction = None
         if cfg.router.correction:
             correction = self.param("router_correction", zeros, (cfg.num_experts,), jnp.float32)
         replay = None if routes is None else routes.reshape(-1, cfg.top_k)
         return route(logits, cfg.top_k, cfg.norm_topk, replay, cfg.router, correction)
+
+    def _logits(self, tokens):
+        """FP32 [T, parts, experts], to be added up: one part, or one a BF16 part of the weights."""
+        shape, normal = (self.config.num_experts, self.config.hidden), nn.initializers.normal(0.02)
+        if self.is_initializing():
+            self.param("router", normal, shape, jnp.float32)
+        router = self.get_variable("params", "router")
+        if router.ndim == 3:
+            return product("tk,pek->tpe", tokens, router)
+        fp32 = (a.astype(jnp.float32) for a in (tokens, router))
+        return product("tk,ek->te", *fp32)[:, None]
 
     def _shared(self, x):
         """FP32 output of the expert that every token is sent to."""

@@ -1,10 +1,12 @@
 // Decode attention over paged K and V (NVFP4, FP8 or BF16), for Hopper.
 //
-// All pages of all sequences and KV heads form one list; each warp takes an equal contiguous
-// share of it, so the load balances whatever the lengths are. A warp streams its pages through
-// its own ring in shared memory (bulk copies, one unit for K and one for V), multiplies K and V
-// as the tensor cores' left operand with up to 8 query heads on the right, and writes the result of
-// a (sequence, KV head) that it has whole, or leaves a partial one. A second kernel merges those.
+// A (sequence, KV head) is cut into splits of kSplit pages, counted from its first page, so that
+// what a sequence gives does not depend on the others. All splits form one list; each warp takes
+// those that begin in an equal contiguous share of the pages, so the load balances whatever the
+// lengths are. A warp streams its pages through its own ring in shared memory (bulk copies, one
+// unit for K and one for V), multiplies K and V as the tensor cores' left operand with up to 8
+// query heads on the right, and writes the result of a (sequence, KV head) of one split, or
+// leaves a partial one. A second kernel merges those.
 #include "common.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -13,6 +15,7 @@ namespace ffi = xla::ffi;
 namespace trace_jax {
 
 constexpr int kPage = 64;
+constexpr int kSplit = 8;  // pages
 constexpr int kMaxBatch = 4096;
 constexpr int kMergeWarps = 4;
 constexpr float kLow = -1e30f;
@@ -26,12 +29,13 @@ struct Args {
   const int* lengths;          // [batch]
   const __nv_bfloat16* query;  // [batch][kv heads][group][head size]
   const float* sink;           // [kv heads * group] or null
-  const uint8_t* recent;       // BF16 [batch * recent_tokens / 64][kv heads][2][unit bytes] or null
-  float* partial;              // [warps + 2 * batch * head tiles][8][head size]
-  float2* partial_ml;          // [warps + 2 * batch * head tiles][8]: maximum, sum
-  int* prefix;                 // [batch + 1]: pages of the sequences before, for the merge
+  const uint8_t* recent;       // BF16 [rings * recent_tokens / 64][kv heads][2][unit bytes] or null
+  const int* ring;             // [batch], which ring is a sequence's; null: its own number
+  float* partial;              // [batch][head tiles][splits][8][head size]
+  float2* partial_ml;          // [batch][head tiles][splits][8]: maximum, sum
   __nv_bfloat16* out;          // [batch][kv heads][group][head size]
   int batch, kv_heads, group, max_pages, window, warps;
+  int splits;                  // places for partial results, the last for the recent window
   int recent_tokens;           // the last of each sequence, read from `recent`; a multiple of 64
   float scale;                 // softmax scale * log2 e
 };
@@ -73,9 +77,11 @@ struct Span {
   }
 };
 
-// Warps that get at least one page, so that each leaves its partial results.
+__device__ __forceinline__ int split_count(int pages) { return (pages + kSplit - 1) / kSplit; }
+
+// With few pages, no more warps than there are splits, so that they spread over all blocks.
 __device__ __forceinline__ int used_warps(const Args& p, long long total) {
-  return (int)min((long long)p.warps, total);
+  return (int)min((long long)p.warps, (total + kSplit - 1) / kSplit);
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -122,10 +128,10 @@ __device__ __forceinline__ uint32_t decode_fp8(uint32_t w) {
   return (p & 0x80008000u) | ((p >> 4) & 0x07F007F0u);
 }
 
-// Walks a warp's share of the pages, one sequence and head tile at a time.
+// Walks a warp's share of the pages, one split of a (sequence, head tile) at a time.
 struct Walk {
-  int b, head, page, end;  // `end`: this warp's last page of (b, head), exclusive
-  bool whole;              // all pages of (b, head) are this warp's
+  int b, head, split, page, end;  // `end`: the split's last page, exclusive
+  bool whole;                     // there is no other split
   long long at, high;
   __device__ __forceinline__ void find(const Args& p, const int* prefix) {
     int low = 0, top = p.batch;  // prefix[low] <= at < prefix[top], in pages of all heads
@@ -135,17 +141,22 @@ struct Walk {
       else top = middle;
     }
     b = low;
+    // A split that began before belongs to another warp.
+    int count = prefix[b + 1] - prefix[b];
+    int first = (int)((at - (long long)prefix[b] * head_tiles(p)) % count);
+    if (first % kSplit) at += min(kSplit - first % kSplit, count - first);
   }
   __device__ __forceinline__ void enter(const Args& p, const int* prefix) {
     if (at >= high) { b = -1; return; }
-    int heads = head_tiles(p), count = prefix[b + 1] - prefix[b];
-    while (at >= (long long)prefix[b + 1] * heads) { b++; count = prefix[b + 1] - prefix[b]; }
-    int rest = (int)(at - (long long)prefix[b] * heads);
+    int heads = head_tiles(p);
+    while (at >= (long long)prefix[b + 1] * heads) b++;
+    int count = prefix[b + 1] - prefix[b], rest = (int)(at - (long long)prefix[b] * heads);
     head = rest / count;
-    int first = rest % count, many = (int)min((long long)(count - first), high - at);
+    int first = rest % count, many = min(count - first, kSplit);
+    split = first / kSplit;
     page = first + Span(p, b).first_page();
     end = page + many;
-    whole = many == count && !p.recent;
+    whole = count <= kSplit && !p.recent;
     at += many;
   }
 };
@@ -440,10 +451,10 @@ __device__ __forceinline__ void add_up_sums(Softmax& sm) {
   }
 }
 
-// The result of (b, head) to `out` if this warp has all of it, else a partial one; clears `acc`.
+// The result of (b, head) to `out` if the split is all of it, else a partial one; clears `acc`.
 template <int KIND, int D>
-__device__ __forceinline__ void finish(const Args& p, const Walk& walk, int me, int lane,
-                                       Softmax sm, float (*acc)[4]) {
+__device__ __forceinline__ void finish(const Args& p, const Walk& walk, int lane, Softmax sm,
+                                       float (*acc)[4]) {
   int g = lane >> 2, t = lane & 3, tiles = (p.group + 7) / 8;
   add_up_sums(sm);
   if (walk.whole) {
@@ -465,8 +476,8 @@ __device__ __forceinline__ void finish(const Args& p, const Walk& walk, int me, 
       }
     }
   } else {
-    write_partial<D>(p, me + walk.b * head_tiles(p) + walk.head, lane, sm, acc,
-                     value_unscale(KIND));
+    int tile = walk.b * head_tiles(p) + walk.head;
+    write_partial<D>(p, tile * p.splits + walk.split, lane, sm, acc, value_unscale(KIND));
   }
 #pragma unroll
   for (int i = 0; i < D / 16; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
@@ -518,8 +529,6 @@ __device__ void prefix_pages(const Args& p, int* prefix) {
   }
   if (end == p.batch) prefix[p.batch] = before;  // of several threads: all write the total
   __syncthreads();
-  if (blockIdx.x == 0)
-    for (int b = threadIdx.x; b <= p.batch; b += WARPS * 32) p.prefix[b] = prefix[b];
 }
 
 template <int KIND, int D>
@@ -541,7 +550,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
   long long total = (long long)prefix[p.batch] * head_tiles(p);
   int warps = used_warps(p, total);
   if (me >= warps) return;
-  Walk walk{0, 0, 0, 0, false, total * me / warps, total * (me + 1) / warps};
+  Walk walk{0, 0, 0, 0, 0, false, total * me / warps, total * (me + 1) / warps};
   walk.find(p, prefix);
   uint8_t* units = shared + warp * UNITS * kUnit;
   Ring<KIND, D, UNITS> ring{p, prefix, units, full, evict_first_policy(), lane, walk, 0, 0, 0};
@@ -572,12 +581,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
       ring.copy_next();
       used++;
     }
-    finish<KIND, D>(p, walk, me, lane, sm, acc);
+    finish<KIND, D>(p, walk, lane, sm, acc);
   }
-}
-
-__device__ __forceinline__ int recent_slot(const Args& p, int tile) {
-  return p.warps + p.batch * head_tiles(p) + tile;
 }
 
 // Slots begin <= s < end of one page of a window, read where they lie.
@@ -603,7 +608,7 @@ __global__ void __launch_bounds__(128) recent_attention(const Args p) {
   int heads = head_tiles(p), b = tile / heads, head = tile % heads;
   if (b >= p.batch) return;
   Span span(p, b);
-  int kv_head = head / ((p.group + 7) / 8), size = p.recent_tokens;
+  int kv_head = head / ((p.group + 7) / 8), size = p.recent_tokens, ring = p.ring ? p.ring[b] : b;
   int first = span.paged % size, last = first + span.end - span.paged;
   float acc[D / 16][4] = {};
   uint32_t q[D / 8];
@@ -611,69 +616,76 @@ __global__ void __launch_bounds__(128) recent_attention(const Args p) {
   Softmax sm{kLow, kLow, 0.0f, 0.0f};
   for (int page = 0; page < size / kPage; page++) {
     int at = page * kPage;
-    size_t unit = ((size_t)(b * (size / kPage) + page) * p.kv_heads + kv_head) * 2;
+    size_t unit = ((size_t)(ring * (size / kPage) + page) * p.kv_heads + kv_head) * 2;
     const uint8_t* k_unit = p.recent + unit * Unit<kBf16, D>::kBytes;
     add_recent<D>(p, k_unit, lane, max(first - at, 0), min(last - at, kPage), q, sm, acc);
     add_recent<D>(p, k_unit, lane, 0, min(last - size - at, kPage), q, sm, acc);
   }
   add_up_sums(sm);
-  write_partial<D>(p, recent_slot(p, tile), lane, sm, acc, 1.0f);
+  write_partial<D>(p, (tile + 1) * p.splits - 1, lane, sm, acc, 1.0f);
 }
 
-// Adds up the partial results of the (sequence, head tile)s that several warps shared, and gives
-// zeros where there are no tokens. A warp takes one head of a tile, and every
-// splits-th partial result of it.
+// Adds up the partial results of the (sequence, head tile)s that have several, in an order that
+// their number alone decides, and gives zeros where there are no tokens. A block takes one head of
+// a tile, a warp every kMergeWarps-th of its partial results.
 template <int D>
-__global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p, int splits) {
-  constexpr int N = D / 32;  // dimensions a lane
+__global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p) {
+  constexpr int N = D / 32, kAhead = 4;  // dimensions a lane; partial results loaded at once
   __shared__ float sums[kMergeWarps][D];
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int heads = head_tiles(p), tiles = (p.group + 7) / 8, rows = kMergeWarps / splits;
-  int tile = blockIdx.x * rows / 8, b = tile / heads, head = tile % heads, part = warp % splits;
-  int h = blockIdx.x * rows % 8 + warp / splits, row = head % tiles * 8 + h;
-  int count = p.prefix[b + 1] - p.prefix[b], w0 = 0, parts = 0;
-  float weight = 0.0f, m = kLow, l = 0.0f, sum[N] = {};
-  if (count > 0) {
-    long long total = (long long)p.prefix[p.batch] * heads;
-    long long first = (long long)p.prefix[b] * heads + (long long)head * count;
-    int warps = used_warps(p, total);
-    // Exact: the quotients are below 2^12, and integers or 1 / total away from one.
-    w0 = (int)((double)((first + 1) * warps - 1) / (double)total);
-    parts = (int)((double)((first + count) * warps - 1) / (double)total) - w0 + 1;
-    if (parts == 1 && !p.recent) return;  // that warp wrote the result
+  __shared__ float2 totals[kMergeWarps];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, heads = head_tiles(p);
+  int tile = blockIdx.x / 8, h = blockIdx.x % 8, b = tile / heads, head = tile % heads;
+  int tiles = (p.group + 7) / 8, row = head % tiles * 8 + h;
+  if (row >= p.group) return;
+  int splits = split_count(Span(p, b).pages()), all = splits + (p.recent ? 1 : 0);
+  if (splits == 1 && !p.recent) return;  // its warp wrote the result
+  float m = kLow, l = 0.0f, sum[N] = {};
+  for (int i = warp; i < all; i += kAhead * kMergeWarps) {
+    float2 ml[kAhead];
+    float o[kAhead][N], top = m;
+#pragma unroll
+    for (int j = 0; j < kAhead; j++) {
+      int at = i + j * kMergeWarps, place = at < splits ? at : p.splits - 1;
+      size_t slot = ((size_t)tile * p.splits + place) * 8 + h;
+      ml[j] = at < all ? p.partial_ml[slot] : make_float2(kLow, 0.0f);
+#pragma unroll
+      for (int n = 0; n < N; n++) o[j][n] = at < all ? p.partial[slot * D + lane * N + n] : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; j++) top = fmaxf(top, ml[j].x);
+    float keep = exp2f(m - top);
+    l *= keep;
+#pragma unroll
+    for (int n = 0; n < N; n++) sum[n] *= keep;
+#pragma unroll
+    for (int j = 0; j < kAhead; j++) {
+      float weight = exp2f(ml[j].x - top);
+      l += weight * ml[j].y;
+#pragma unroll
+      for (int n = 0; n < N; n++) sum[n] += weight * o[j][n];
+    }
+    m = top;
   }
-  auto slot = [&](int i) { return i < parts ? w0 + i + tile : recent_slot(p, tile); };
-  int all = parts + (p.recent ? 1 : 0);
-  if (all > 0) {
-    for (int i = lane; i < all; i += 32) m = fmaxf(m, p.partial_ml[slot(i) * 8 + h].x);
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-    for (int i = lane; i < all; i += 32) {
-      float2 ml = p.partial_ml[slot(i) * 8 + h];
-      l += exp2f(ml.x - m) * ml.y;
-    }
+  for (int n = 0; n < N; n++) sums[warp][lane * N + n] = sum[n];
+  if (lane == 0) totals[warp] = make_float2(m, l);
+  __syncthreads();
+  float top = kLow, total = 0.0f, weights[kMergeWarps], weight;
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) l += __shfl_xor_sync(~0u, l, d);
-#pragma unroll 4
-    for (int i = part; i < all; i += splits) {
-      float mine = exp2f(p.partial_ml[slot(i) * 8 + h].x - m);
-      const float* o = p.partial + ((size_t)slot(i) * 8 + h) * D + lane * N;
+  for (int w = 0; w < kMergeWarps; w++) top = fmaxf(top, totals[w].x);
 #pragma unroll
-      for (int n = 0; n < N; n++) sum[n] += mine * o[n];
-    }
+  for (int w = 0; w < kMergeWarps; w++) {
+    weights[w] = exp2f(totals[w].x - top);
+    total += weights[w] * totals[w].y;
   }
   size_t of_all = (size_t)(head / tiles) * p.group + row;
-  if (Span(p, b).end > 0 && row < p.group) l = inverse_total(p, of_all, m, l, weight);
-#pragma unroll
-  for (int i = 0; i < N; i++) sums[warp][lane * N + i] = sum[i];
-  __syncthreads();
-  if (part || row >= p.group) return;
-  __nv_bfloat16* out = p.out + ((size_t)b * p.kv_heads * p.group + of_all) * D + lane * N;
-#pragma unroll
-  for (int i = 0; i < N; i++) {
+  float scale = inverse_total(p, of_all, top, total, weight);
+  __nv_bfloat16* out = p.out + ((size_t)b * p.kv_heads * p.group + of_all) * D;
+  for (int d = threadIdx.x; d < D; d += kMergeWarps * 32) {
     float both = 0.0f;
-    for (int w = 0; w < splits; w++) both += sums[warp + w][lane * N + i];
-    out[i] = __float2bfloat16_rn(both * l * weight);
+#pragma unroll
+    for (int w = 0; w < kMergeWarps; w++) both += weights[w] * sums[w][d];
+    out[d] = __float2bfloat16_rn(both * scale * weight);
   }
 }
 
@@ -691,11 +703,9 @@ cudaError_t launch(Args args, cudaStream_t stream) {
   if (ready != cudaSuccess || carved != cudaSuccess) return ready != cudaSuccess ? ready : carved;
   int blocks = args.warps / WARPS;
   kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
-  int tiles = args.batch * args.kv_heads * ((args.group + 7) / 8), splits = 1;
+  int tiles = args.batch * args.kv_heads * ((args.group + 7) / 8);
   if (args.recent) recent_attention<D><<<(tiles + 3) / 4, 128, 0, stream>>>(args);
-  while (splits < kMergeWarps && splits * 4 * tiles <= args.warps) splits *= 2;
-  int blocks_a_tile = 8 * splits / kMergeWarps;
-  merge<D><<<tiles * blocks_a_tile, kMergeWarps * 32, 0, stream>>>(args, splits);
+  merge<D><<<tiles * 8, kMergeWarps * 32, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -722,12 +732,12 @@ static const Variant kVariants[] = {
 static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages,
                                  ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
                                  ffi::Buffer<ffi::BF16> query, ffi::Buffer<ffi::F32> sink,
-                                 ffi::Buffer<ffi::U8> recent,
+                                 ffi::Buffer<ffi::U8> recent, ffi::Buffer<ffi::S32> ring,
                                  ffi::Result<ffi::Buffer<ffi::BF16>> out,
                                  ffi::Result<ffi::Buffer<ffi::F32>> partial,
-                                 ffi::Result<ffi::Buffer<ffi::F32>> partial_ml,
-                                 ffi::Result<ffi::Buffer<ffi::S32>> prefix, int64_t variant,
-                                 int64_t kv_heads, int64_t window, int64_t warps, float scale) {
+                                 ffi::Result<ffi::Buffer<ffi::F32>> partial_ml, int64_t variant,
+                                 int64_t kv_heads, int64_t window, int64_t warps,
+                                 int64_t recent_tokens, float scale) {
   trace_jax::Args args{};
   args.pages = pages.typed_data();
   args.table = table.typed_data();
@@ -735,21 +745,24 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
   args.query = reinterpret_cast<const __nv_bfloat16*>(query.typed_data());
   args.sink = sink.element_count() ? sink.typed_data() : nullptr;
   args.recent = recent.element_count() ? recent.typed_data() : nullptr;
+  args.ring = ring.element_count() ? ring.typed_data() : nullptr;
   args.partial = partial->typed_data();
   args.partial_ml = reinterpret_cast<float2*>(partial_ml->typed_data());
-  args.prefix = prefix->typed_data();
   args.out = reinterpret_cast<__nv_bfloat16*>(out->typed_data());
   args.batch = static_cast<int>(query.dimensions()[0]);
   args.kv_heads = static_cast<int>(kv_heads);
-  if (args.recent)
-    args.recent_tokens = static_cast<int>(recent.dimensions()[0] / args.batch) * trace_jax::kPage;
+  args.recent_tokens = static_cast<int>(recent_tokens);
   args.group = static_cast<int>(query.dimensions()[1] / kv_heads);
   args.max_pages = static_cast<int>(table.dimensions()[1]);
+  args.splits = static_cast<int>(partial->dimensions()[1]);
   args.window = static_cast<int>(window);
   args.warps = static_cast<int>(warps);
   args.scale = scale * trace_jax::kLog2e;
   if (variant < 0 || variant >= static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant)))
     return ffi::Error::InvalidArgument("paged_attention: no such variant");
+  int needed = (args.max_pages + trace_jax::kSplit - 1) / trace_jax::kSplit;
+  if (args.splits != needed + (args.recent ? 1 : 0))
+    return ffi::Error::InvalidArgument("paged_attention: no room for the splits");
   if (args.batch > trace_jax::kMaxBatch)
     return ffi::Error::InvalidArgument("paged_attention: batch above 4096");
   cudaError_t error = kVariants[variant].launch(args, stream);
@@ -766,13 +779,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_paged_attention, PagedAttention,
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::BF16>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Attr<int64_t>("variant")
                                   .Attr<int64_t>("kv_heads")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("warps")
+                                  .Attr<int64_t>("recent_tokens")
                                   .Attr<float>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});

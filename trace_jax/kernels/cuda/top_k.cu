@@ -12,14 +12,20 @@ constexpr int kMostChosen = 32;
 // VALUES logits a lane; lane l has experts l, l + 32, ...
 template <int VALUES>
 __global__ void __launch_bounds__(128) top_k(const float* logits, int* ids, float* gates,
-                                             int tokens, int experts, int chosen, bool normalize) {
+                                             int tokens, int parts, int experts, int chosen,
+                                             bool normalize) {
   int lane = threadIdx.x & 31, token = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (token >= tokens) return;
   float x[VALUES], most = -INFINITY;
 #pragma unroll
   for (int i = 0; i < VALUES; i++) {
     int e = lane + 32 * i;
-    x[i] = e < experts ? logits[(size_t)token * experts + e] : -INFINITY;
+    x[i] = -INFINITY;
+    if (e < experts) {
+      const float* from = logits + ((size_t)token * parts + parts - 1) * experts + e;
+      x[i] = *from;
+      for (int part = 1; part < parts; part++) x[i] += *(from -= experts);
+    }
     most = fmaxf(most, x[i]);
   }
   for (int d = 16; d; d >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
@@ -62,14 +68,15 @@ static ffi::Error TopK(cudaStream_t stream, ffi::Buffer<ffi::F32> logits,
                        ffi::Result<ffi::Buffer<ffi::F32>> gates, bool normalize) {
   using namespace trace_jax;
   int experts = static_cast<int>(logits.dimensions().back());
-  int tokens = static_cast<int>(logits.element_count() / experts);
+  int tokens = static_cast<int>(logits.dimensions()[0]);
+  int parts = static_cast<int>(logits.dimensions()[1]);
   int chosen = static_cast<int>(ids->dimensions().back());
   if (experts > 512 || chosen > kMostChosen) return ffi::Error::InvalidArgument("top_k: too many");
   auto* kernel = experts <= 64 ? top_k<2> : experts <= 128 ? top_k<4> : experts <= 256 ? top_k<8>
                                                                                        : top_k<16>;
   kernel<<<(tokens + 3) / 4, 128, 0, stream>>>(logits.typed_data(), ids->typed_data(),
-                                               gates->typed_data(), tokens, experts, chosen,
-                                               normalize);
+                                               gates->typed_data(), tokens, parts, experts,
+                                               chosen, normalize);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(error));
   return ffi::Error::Success();
