@@ -182,7 +182,8 @@ def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
     q = jax.random.normal(jax.random.key(3), (batch, KV_HEADS * GROUP, HEAD), jnp.bfloat16)
     chosen = ka.HOPPER_VARIANTS[kind, HEAD]
     variants = chosen if FLAGS.all else chosen[:1]
-    splits = -(-max_pages // ka.SPLIT)
+    split = ka.split_pages(batch * KV_HEADS, max_pages)
+    splits = -(-max_pages // split)
     slots = splits * batch * KV_HEADS
     out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))
     jax.block_until_ready((pools, table, lengths, q, out, partial))
@@ -192,7 +193,7 @@ def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
         us = lib.bench_paged_attention(
             i, pointers(pools), len(pools), pointer(table), pointer(lengths), pointer(q),
             pointer(out), pointer(partial), sums, batch, KV_HEADS, GROUP, max_pages,
-            warps * ka.BLOCKS, splits, ctypes.c_float(HEAD**-0.5), 9,
+            warps * ka.BLOCKS, split, splits, ctypes.c_float(HEAD**-0.5), 9,
         )  # fmt: skip
         case = f"{kind} pages, {batch} x {context}"
         byte_count = pools[0].nbytes + q.nbytes + out.nbytes

@@ -154,6 +154,19 @@ def test_lengths_of_any_spread(version):
 
 @ON_GPU
 @KINDS
+@pytest.mark.parametrize("split", (1, 3, 16))
+def test_splits_of_any_size(kind, split):
+    lengths = jnp.array([40 * 64, 0, 1000, 64 * split], jnp.int32)
+    pages, table, k, v = cache(4, 40, 1, 64, kind)
+    q = normal(3, 4, 5, 64)
+    out = jax.jit(partial(ka._hopper, scale=0.1, window=None, sink=None, split=split))(
+        q, pages, table, lengths
+    )
+    check(out, oracle(q, k, v, lengths, 0.1))
+
+
+@ON_GPU
+@KINDS
 def test_a_sequence_gives_the_same_bits_alone_and_in_company(kind):
     """Eleven pages are two splits, wherever the shares of the warps begin."""
     lengths = jnp.array([700, 1, 333, 64, 65, 699, 300, 512], jnp.int32)

@@ -5,7 +5,7 @@
 extern "C" float bench_paged_attention(int variant, const void** pages, int n, const void* table,
                                        const void* lengths, const void* query, void* out,
                                        void* partial, void* partial_ml, int batch, int kv_heads,
-                                       int group, int max_pages, int warps, int splits,
+                                       int group, int max_pages, int warps, int split, int splits,
                                        float scale, int reps) {
   trace_jax::Args a{};
   a.table = static_cast<const int*>(table);
@@ -19,6 +19,7 @@ extern "C" float bench_paged_attention(int variant, const void** pages, int n, c
   a.group = group;
   a.max_pages = max_pages;
   a.warps = warps;
+  a.split = split;
   a.splits = splits;
   a.scale = scale * trace_jax::kLog2e;
   return median_us(n, reps, [&](int i, cudaStream_t stream) {

@@ -34,7 +34,6 @@ HOPPER_VARIANTS = {
     ("bf16", 256): ((7, 2),),
 }
 HOPPER_BATCH = 4096
-SPLIT = 8  # pages of a partial result, as in cuda/paged_attention.cu
 
 
 def _tokens(pages, table, lengths, recent):
@@ -76,12 +75,24 @@ def _reference(q, pages, table, lengths, scale, window, sink, recent):
     return out.reshape(batch, heads, d).astype(jnp.bfloat16)
 
 
-def _hopper(q, pages, table, lengths, scale, window, sink, recent=None, variant=None):
+def split_pages(tiles: int, max_pages: int) -> int:
+    """Pages of a partial result of the Hopper kernel, for `tiles` (sequence, KV head)s.
+
+    Shapes alone decide, so that a sequence gives the same bits whatever the others are: many
+    pages want few partial results, few want all multiprocessors busy.
+    """
+    return 16 if tiles * max_pages >= 8 * 16 * BLOCKS else 8
+
+
+def _hopper(
+    q, pages, table, lengths, scale, window, sink, recent=None, variant=None, split=None
+):  # fmt: skip
     batch, heads, d = q.shape
     kv_heads = pages.kv_heads
     index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
     tiles = batch * kv_heads * -(-heads // kv_heads // 8)
-    splits = -(-table.shape[1] // SPLIT) + (recent is not None)
+    split = split or split_pages(tiles, table.shape[1])
+    splits = -(-table.shape[1] // split) + (recent is not None)
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((tiles, splits, 8, d), jnp.float32),
@@ -92,7 +103,7 @@ def _hopper(q, pages, table, lengths, scale, window, sink, recent=None, variant=
         jnp.zeros(0, jnp.float32) if sink is None else sink.astype(jnp.float32),
         jnp.zeros(0, jnp.uint8) if recent is None else recent.data, jnp.zeros(0, jnp.int32),
         variant=np.int64(index), kv_heads=np.int64(kv_heads), window=np.int64(window or 0),
-        warps=np.int64(BLOCKS * warps),
+        warps=np.int64(BLOCKS * warps), split=np.int64(split),
         recent_tokens=np.int64(0 if recent is None else recent.data.shape[0] // batch * PAGE),
         scale=np.float32(scale),
     )[0]  # fmt: skip

@@ -1,6 +1,6 @@
 // Decode attention over paged K and V (NVFP4, FP8 or BF16), for Hopper.
 //
-// A (sequence, KV head) is cut into splits of kSplit pages, counted from its first page, so that
+// A (sequence, KV head) is cut into splits of so many pages, counted from its first page, so that
 // what a sequence gives does not depend on the others. All splits form one list; each warp takes
 // those that begin in an equal contiguous share of the pages, so the load balances whatever the
 // lengths are. A warp streams its pages through its own ring in shared memory (bulk copies, one
@@ -15,7 +15,6 @@ namespace ffi = xla::ffi;
 namespace trace_jax {
 
 constexpr int kPage = 64;
-constexpr int kSplit = 8;  // pages
 constexpr int kMaxBatch = 4096;
 constexpr int kMergeWarps = 4;
 constexpr float kLow = -1e30f;
@@ -35,7 +34,8 @@ struct Args {
   float2* partial_ml;          // [batch][head tiles][splits][8]: maximum, sum
   __nv_bfloat16* out;          // [batch][kv heads][group][head size]
   int batch, kv_heads, group, max_pages, window, warps;
-  int splits;                  // places for partial results, the last for the recent window
+  int split, splits;           // pages of a split; places for partial results, the last for the
+                               // recent window
   int recent_tokens;           // the last of each sequence, read from `recent`; a multiple of 64
   float scale;                 // softmax scale * log2 e
 };
@@ -77,11 +77,13 @@ struct Span {
   }
 };
 
-__device__ __forceinline__ int split_count(int pages) { return (pages + kSplit - 1) / kSplit; }
+__device__ __forceinline__ int split_count(const Args& p, int pages) {
+  return (pages + p.split - 1) / p.split;
+}
 
 // With few pages, no more warps than there are splits, so that they spread over all blocks.
 __device__ __forceinline__ int used_warps(const Args& p, long long total) {
-  return (int)min((long long)p.warps, (total + kSplit - 1) / kSplit);
+  return (int)min((long long)p.warps, (total + p.split - 1) / p.split);
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -144,7 +146,7 @@ struct Walk {
     // A split that began before belongs to another warp.
     int count = prefix[b + 1] - prefix[b];
     int first = (int)((at - (long long)prefix[b] * head_tiles(p)) % count);
-    if (first % kSplit) at += min(kSplit - first % kSplit, count - first);
+    if (first % p.split) at += min(p.split - first % p.split, count - first);
   }
   __device__ __forceinline__ void enter(const Args& p, const int* prefix) {
     if (at >= high) { b = -1; return; }
@@ -152,11 +154,11 @@ struct Walk {
     while (at >= (long long)prefix[b + 1] * heads) b++;
     int count = prefix[b + 1] - prefix[b], rest = (int)(at - (long long)prefix[b] * heads);
     head = rest / count;
-    int first = rest % count, many = min(count - first, kSplit);
-    split = first / kSplit;
+    int first = rest % count, many = min(count - first, p.split);
+    split = first / p.split;
     page = first + Span(p, b).first_page();
     end = page + many;
-    whole = count <= kSplit && !p.recent;
+    whole = count <= p.split && !p.recent;
     at += many;
   }
 };
@@ -637,7 +639,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p) {
   int tile = blockIdx.x / 8, h = blockIdx.x % 8, b = tile / heads, head = tile % heads;
   int tiles = (p.group + 7) / 8, row = head % tiles * 8 + h;
   if (row >= p.group) return;
-  int splits = split_count(Span(p, b).pages()), all = splits + (p.recent ? 1 : 0);
+  int splits = split_count(p, Span(p, b).pages()), all = splits + (p.recent ? 1 : 0);
   if (splits == 1 && !p.recent) return;  // its warp wrote the result
   float m = kLow, l = 0.0f, sum[N] = {};
   for (int i = warp; i < all; i += kAhead * kMergeWarps) {
@@ -736,7 +738,7 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
                                  ffi::Result<ffi::Buffer<ffi::BF16>> out,
                                  ffi::Result<ffi::Buffer<ffi::F32>> partial,
                                  ffi::Result<ffi::Buffer<ffi::F32>> partial_ml, int64_t variant,
-                                 int64_t kv_heads, int64_t window, int64_t warps,
+                                 int64_t kv_heads, int64_t window, int64_t warps, int64_t split,
                                  int64_t recent_tokens, float scale) {
   trace_jax::Args args{};
   args.pages = pages.typed_data();
@@ -754,14 +756,15 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
   args.recent_tokens = static_cast<int>(recent_tokens);
   args.group = static_cast<int>(query.dimensions()[1] / kv_heads);
   args.max_pages = static_cast<int>(table.dimensions()[1]);
+  args.split = static_cast<int>(split);
   args.splits = static_cast<int>(partial->dimensions()[1]);
   args.window = static_cast<int>(window);
   args.warps = static_cast<int>(warps);
   args.scale = scale * trace_jax::kLog2e;
   if (variant < 0 || variant >= static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant)))
     return ffi::Error::InvalidArgument("paged_attention: no such variant");
-  int needed = (args.max_pages + trace_jax::kSplit - 1) / trace_jax::kSplit;
-  if (args.splits != needed + (args.recent ? 1 : 0))
+  int needed = split < 1 ? 0 : (args.max_pages + args.split - 1) / args.split;
+  if (split < 1 || args.splits != needed + (args.recent ? 1 : 0))
     return ffi::Error::InvalidArgument("paged_attention: no room for the splits");
   if (args.batch > trace_jax::kMaxBatch)
     return ffi::Error::InvalidArgument("paged_attention: batch above 4096");
@@ -787,6 +790,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_paged_attention, PagedAttention,
                                   .Attr<int64_t>("kv_heads")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("warps")
+                                  .Attr<int64_t>("split")
                                   .Attr<int64_t>("recent_tokens")
                                   .Attr<float>("scale"),
                               {ffi::Traits::kCmdBufferCompatible});
