@@ -13,7 +13,7 @@ from absl import flags
 from experiments import cli
 from trace_jax.audit import first_parting
 from trace_jax.config import freeze
-from trace_jax.loop import Trainer
+from trace_jax.trainer import Trainer
 
 RUN = flags.DEFINE_string("run", None, "Run folder made by experiments.train or quickstart.")
 

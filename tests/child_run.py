@@ -15,7 +15,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 import run_helpers  # noqa: E402
 from run_helpers import low_tokens, tiny  # noqa: E402
 
-from trace_jax import evaluate, loop  # noqa: E402
+from trace_jax import actor, evaluate, loop, trainer  # noqa: E402
 from trace_jax.rl.learner import Learner  # noqa: E402
 from trace_jax.warmup import WarmStart  # noqa: E402
 
@@ -38,9 +38,9 @@ class QuickWarmStart(WarmStart):
 
 
 def main(folder: str, groups: str) -> None:
-    for module in (loop, evaluate):
+    for module in (actor, evaluate):
         module.make_engine = run_helpers._shared_or_continuous
-    loop.Learner, loop.WarmStart, loop.score = QuickLearner, QuickWarmStart, low_tokens
+    trainer.Learner, loop.WarmStart, actor.score = QuickLearner, QuickWarmStart, low_tokens
     result = loop.train(tiny(**json.loads(groups)), folder, resume=True, stream=sys.stdout)
     print("finished", json.dumps(result.after), flush=True)
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from helpers import SHAPE
 
+from trace_jax import actor, evaluate, loop, trainer
 from trace_jax import config as settings
-from trace_jax import evaluate, loop
 from trace_jax.config import Config, default, freeze
 from trace_jax.metrics import read_metrics
 from trace_jax.parallel import make_mesh, to_host
@@ -100,11 +100,11 @@ def shared_warm_start(config: Config):
 
 def share_compiled(patch) -> None:
     """Lets runs share what they compile, on one device."""
-    for module in (loop, evaluate):
+    for module in (actor, evaluate):
         patch.setattr(module, "make_engine", _shared_or_continuous)
-    patch.setattr(loop, "Learner", shared_learner)
+    patch.setattr(trainer, "Learner", shared_learner)
     patch.setattr(loop, "WarmStart", shared_warm_start)
-    patch.setattr(loop, "make_mesh", lambda c: make_mesh(c, jax.devices()[:1]))
+    patch.setattr(trainer, "make_mesh", lambda c: make_mesh(c, jax.devices()[:1]))
 
 
 def rows_of(folder) -> list[dict]:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from experiments import audit, cli
-from trace_jax import loop
 from trace_jax.audit import ORDER
 from trace_jax.checkpoint import Checkpointer
 from trace_jax.config import freeze
-from trace_jax.loop import Result, Trainer
+from trace_jax.loop import Result
 from trace_jax.metrics import read_metrics
 from trace_jax.parallel import make_mesh
+from trace_jax.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
@@ -118,7 +118,7 @@ def auditor(command):
     """Runs experiments.audit on the command's folder: (printed lines, its JSON)."""
     folder, _ = command
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_mesh", lambda c: make_mesh(c, jax.devices()[:1]))
+        patch.setattr("trace_jax.trainer.make_mesh", lambda c: make_mesh(c, jax.devices()[:1]))
         patch.setattr(audit, "RUN", SimpleNamespace(value=str(folder)))
         made = []
 

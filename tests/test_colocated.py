@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from run_helpers import QUICK, tiny
 
-from trace_jax.loop import Trainer
 from trace_jax.parallel import rows_sharding
 from trace_jax.rl.learner import Batch, _merge, _split
+from trace_jax.trainer import Trainer
 
 COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
@@ -26,7 +26,7 @@ def learner(tmp_path_factory):
     trainer = Trainer(config, tmp_path_factory.mktemp("run"))
     state = trainer.start(trainer.fresh_params())["train"]
     rows = trainer.config.rows
-    rollout = trainer._rollout_like(rows)
+    rollout = trainer.actor.rollout_like(rows)
     by_row = rows_sharding((rows,), 0, trainer.mesh)
     advantages = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=by_row)
     live = jax.ShapeDtypeStruct((rows,), bool, sharding=by_row)

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from trace_jax import modes, sync
 from trace_jax.config import Config, MeshConfig, default, freeze
-from trace_jax.loop import Trainer
 from trace_jax.model import Guidance
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
 from trace_jax.rl.learner import Learner, apply_gradients, new_state, optimizer, response_window
 from trace_jax.rollout import Engine, EngineConfig, Rollout
 from trace_jax.rollout.sampling import request_keys
+from trace_jax.trainer import Trainer
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 8, 2, 6, 5
 ROWS, LENGTH = PROMPTS * SAMPLES, PROMPT + RESPONSE

@@ -22,10 +22,12 @@ from trace_jax import config as settings
 from trace_jax import loop, modes
 from trace_jax.checkpoint import CheckpointError
 from trace_jax.config import Config, ConfigError, freeze
-from trace_jax.loop import Trainer, TrainingStopped, train
+from trace_jax.interrupt import Interrupt
+from trace_jax.loop import TrainingStopped, train
 from trace_jax.metrics import read_metrics
 from trace_jax.parallel import make_mesh
 from trace_jax.tasks import batch_indices
+from trace_jax.trainer import Trainer
 
 SITES = ("k", "v", "expert_in", "expert_mid")
 
@@ -34,7 +36,7 @@ SITES = ("k", "v", "expert_in", "expert_mid")
 def shared():
     with pytest.MonkeyPatch.context() as patch:
         share_compiled(patch)
-        patch.setattr(loop, "score", low_tokens)
+        patch.setattr("trace_jax.actor.score", low_tokens)
         yield
 
 
@@ -189,7 +191,7 @@ def test_a_finished_run_is_extended_and_reports_its_last_row(straight, tmp_path,
 
 
 def test_second_ctrl_c_stops_at_once():
-    with loop.Interrupt() as interrupt:
+    with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupt.asked
         with pytest.raises(KeyboardInterrupt):
@@ -245,7 +247,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(straight, tmp_path, damaged
     ],
 )
 def test_batches_that_do_not_divide_the_mesh_are_refused_first(monkeypatch, tmp_path, groups, key):
-    monkeypatch.setattr(loop, "make_mesh", make_mesh)  # all eight devices
+    monkeypatch.setattr("trace_jax.trainer.make_mesh", make_mesh)  # all eight devices
     with pytest.raises(ConfigError) as refused:
         train(tiny(**groups), tmp_path / "run")
     assert str(refused.value).startswith(f"{key}; write a multiple of the data x fsdp = 8")
@@ -320,7 +322,7 @@ def test_seed_changes_samples_alone(sampler):
 def test_data_seed_does_not_touch_the_samples_of_a_prompt(sampler, monkeypatch):
     _, rollout = sampler()
     first = lambda problems, step, count, seed: [problems.problem(i) for i in range(count)]
-    monkeypatch.setattr(loop, "choose", first)
+    monkeypatch.setattr("trace_jax.actor.choose", first)
     np.testing.assert_array_equal(sampler(data_seed=5)[1].tokens, sampler()[1].tokens)
     assert rollout.tokens.shape == (32, 16)
 
@@ -354,7 +356,7 @@ def test_outages_and_dropped_prompts_are_counted_apart(tmp_path, monkeypatch):
         return rewards, valid
 
     monkeypatch.setattr(trainer.actor, "prompts", shortened)
-    monkeypatch.setattr(loop, "score", outage)
+    monkeypatch.setattr("trace_jax.actor.score", outage)
     _, metrics = trainer.iteration(0, state)
     assert metrics["rollout/dropped_prompts"] == 2 and metrics["rollout/unscored"] == 3
     assert metrics["reward/dropped"] == 2 * 4 + 3
@@ -366,8 +368,9 @@ def test_too_many_non_finite_steps_stop_the_run(tmp_path, monkeypatch):
     """The limit is on steps in a row; the message says what to do."""
     config = tiny(optim={"max_bad_steps": 2})
     learner = shared_learner(tiny(), modes.resolve(tiny()))
-    monkeypatch.setattr(loop, "Learner", lambda *_: learner)
-    monkeypatch.setattr(loop, "score", lambda *a: (low_tokens(*a)[0] * np.nan, low_tokens(*a)[1]))
+    monkeypatch.setattr("trace_jax.trainer.Learner", lambda *_: learner)
+    spoiled = lambda *a: (low_tokens(*a)[0] * np.nan, low_tokens(*a)[1])
+    monkeypatch.setattr("trace_jax.actor.score", spoiled)
     trainer, state = begin(config, tmp_path)
     before = jax.device_get(state["train"].params)
     trainer.save(0, state, {})

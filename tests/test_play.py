@@ -266,7 +266,7 @@ def test_a_run_of_episodes_trains_counts_and_goes_on_as_if_nothing_had_happened(
     tmp_path, monkeypatch
 ):
     share_compiled(monkeypatch)
-    monkeypatch.setattr(loop, "run_tokenizer", lambda config: TOK)
+    monkeypatch.setattr("trace_jax.actor.run_tokenizer", lambda config: TOK)
     task = {k: getattr(config().task, k) for k in ("kind", "params", "turns", "turn_tokens")}
     task |= {"max_prompt": 80, "max_response": 40, "observation_tokens": 12}
     small = {"prompts_per_step": 4, "samples": 2}

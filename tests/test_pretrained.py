@@ -14,15 +14,16 @@ from chat_checkpoints import EOS, files
 from run_helpers import share_compiled
 
 import trace_jax
-from trace_jax import loop, model
+from trace_jax import model, sync
 from trace_jax.config import ConfigError, default, freeze, to_dict
 from trace_jax.exports import check_format, export_run
-from trace_jax.loop import Trainer, train
+from trace_jax.loop import train
 from trace_jax.model import ModelConfig
 from trace_jax.model.upcycle import upcycle
 from trace_jax.parallel import make_mesh
 from trace_jax.pretrained import export_files, run_params, run_tokenizer, tokenizer_of
 from trace_jax.tasks import ByteTokenizer
+from trace_jax.trainer import Trainer
 
 DENSE = ModelConfig(
     vocab_size=262,
@@ -126,7 +127,7 @@ def test_masters_of_an_fp4_checkpoint_quantize_to_its_codes(upcycled):
     params = run_params(config, make_mesh(config.mesh))
     _, stored = trace_jax.load_checkpoint(upcycled)
     precision = config.fp4_policy().resolve(2)
-    rollout = loop.sync.to_rollout(params, precision)["layers"][0]["moe"]["down"]
+    rollout = sync.to_rollout(params, precision)["layers"][0]["moe"]["down"]
     assert params["layers"]["moe"]["down"].dtype == jnp.float32
     np.testing.assert_array_equal(rollout.packed, stored["layers"]["moe"]["down"].packed)
 
@@ -199,7 +200,7 @@ def run(checkpoint, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         share_compiled(patch)
-        patch.setattr(loop, "score", low_ids)
+        patch.setattr("trace_jax.actor.score", low_ids)
         train(freeze(settings(checkpoint, rl={"steps": 1})), folder, stream=lines)
         yield folder, train(freeze(settings(checkpoint)), folder, resume=True, stream=lines), lines
 

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 from run_helpers import low_tokens, rows_of, share_compiled, tiny
 
-from trace_jax import loop
+from trace_jax.actor import Actor
+from trace_jax.clock import Clock
 from trace_jax.config import ConfigError
 from trace_jax.draws import Draw
-from trace_jax.loop import Trainer, TrainingStopped, train
+from trace_jax.loop import TrainingStopped, train
 from trace_jax.metrics import read_metrics
+from trace_jax.rl.advantages import group_advantages
 from trace_jax.rl.mismatch import logprob_ledger
 from trace_jax.rl.staleness import BY_LAG, ledger_by_lag
 from trace_jax.rollout_queue import Launched, QueueError, RolloutQueue, check_groups
+from trace_jax.trainer import Trainer
 
 LAG, STEPS = 2, 5
 
@@ -32,29 +35,30 @@ def lagging(**groups):
 def shared():
     with pytest.MonkeyPatch.context() as patch:
         share_compiled(patch)
-        patch.setattr(loop, "score", low_tokens)
+        patch.setattr("trace_jax.actor.score", low_tokens)
         yield
 
 
 def watched(patch) -> list[tuple]:
     """(what, step, version of the weights) in the order in which a run dispatches its parts."""
-    events, real = [], {n: getattr(Trainer, n) for n in ("_launch", "_judge", "iteration")}
+    events, real = [], (Actor.launch, Actor.judge, Trainer.iteration)
 
-    def launch(trainer, params, step, version, clock):
+    def launch(actor, params, step, version, clock):
         events.append(("launch", step, version))
-        return real["_launch"](trainer, params, step, version, clock)
+        return real[0](actor, params, step, version, clock)
 
-    def judge(trainer, launched, clock):
+    def judge(actor, launched, clock):
         events.append(("judge", launched.step, launched.version))
-        return real["_judge"](trainer, launched, clock)
+        return real[1](actor, launched, clock)
 
     def iteration(trainer, step, state):
-        state, metrics = real["iteration"](trainer, step, state)
+        state, metrics = real[2](trainer, step, state)
         events.append(("updated", step, int(state["train"].version)))
         return state, metrics
 
-    for name, value in {"_launch": launch, "_judge": judge, "iteration": iteration}.items():
-        patch.setattr(Trainer, name, value)
+    patch.setattr(Actor, "launch", launch)
+    patch.setattr(Actor, "judge", judge)
+    patch.setattr(Trainer, "iteration", iteration)
     return events
 
 
@@ -105,7 +109,7 @@ def test_a_lag_changes_the_run(straight, tmp_path):
 def test_a_resumed_run_takes_its_queue_along(straight, tmp_path, monkeypatch):
     """Bit for bit, from a checkpoint in which two rollouts wait."""
     folder, events = tmp_path / "run", watched(monkeypatch)
-    seen, real = [], loop.group_advantages
+    seen, real = [], group_advantages
 
     def advantages(*args, **kwargs):
         seen.append(1)
@@ -113,7 +117,7 @@ def test_a_resumed_run_takes_its_queue_along(straight, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "group_advantages", advantages)
+    monkeypatch.setattr("trace_jax.trainer.group_advantages", advantages)
     with pytest.raises(TrainingStopped, match="stopped at step 3; saved"):
         train(lagging(), folder)
     drawn = len(events)
@@ -162,7 +166,7 @@ def play(folder):
     """(trainer, a launched rollout of fresh parameters)."""
     trainer = Trainer(lagging(), folder)
     params = trainer.actor.sync(trainer.fresh_params())
-    return trainer, trainer._launch(params, 0, 0, loop.Clock())
+    return trainer, trainer.actor.launch(params, 0, 0, Clock())
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +223,7 @@ def test_groups_beyond_the_lag_are_dropped_and_counted(straight, tmp_path):
     trainer, launched = play(tmp_path)
     state = trainer.start(trainer.fresh_params())
     state["train"] = state["train"].replace(version=state["train"].version + LAG)
-    drawn = trainer._judge(launched, loop.Clock())
+    drawn = trainer.actor.judge(launched, Clock())
 
     def older(rollout):
         version = np.zeros(32, np.int32)

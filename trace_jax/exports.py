@@ -8,10 +8,10 @@ import jax
 
 import trace_jax
 from trace_jax.config import Config, ConfigError, PrecisionConfig, freeze
-from trace_jax.loop import Trainer
 from trace_jax.metrics import read_metrics
 from trace_jax.pretrained import export_files
 from trace_jax.runs import CONFIG, VERSIONS
+from trace_jax.trainer import Trainer
 
 
 def export_run(folder: Path, out: Path, format: str) -> int:

@@ -19,13 +19,13 @@ from trace_jax import fp4, model, modes, sync
 from trace_jax.config import freeze
 from trace_jax.fp4 import SITES, GuidancePlan
 from trace_jax.ledger import code_ledger
-from trace_jax.loop import Trainer
 from trace_jax.model.specs import Guidance
 from trace_jax.rl.learner import response_window
 from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.rl.mismatch import logprob_ledger
 from trace_jax.rollout import Engine, EngineConfig
 from trace_jax.rollout.sampling import request_keys
+from trace_jax.trainer import Trainer
 
 RUN = flags.DEFINE_string("run", None, "Run folder of a trained policy.")
 NOISE = flags.DEFINE_list("noise", ["0", "0.01"], "Relative noise levels.")
