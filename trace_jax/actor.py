@@ -38,6 +38,7 @@ class Actor:
                 noise=config.rollout.engine_noise,
                 **engine_shape(config, config.rl.samples),
             ),
+            mesh=mesh,
             slots=config.rollout.slots,
             turns=config.task.multiturn,
         )

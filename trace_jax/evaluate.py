@@ -38,6 +38,7 @@ class Evaluator:
                 temperature=config.rollout.temperature,
                 **engine_shape(config, config.eval.samples),
             ),
+            mesh=mesh,
             slots=config.rollout.slots,
             turns=config.task.multiturn,
         )

@@ -13,7 +13,7 @@ from trace_jax.actor import Actor
 from trace_jax.audit import first_rows
 from trace_jax.checkpoint import Checkpointer
 from trace_jax.clock import Clock
-from trace_jax.config import Config, require
+from trace_jax.config import Config, ConfigError, require
 from trace_jax.draws import STRIDE, Draw, fill
 from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
@@ -30,6 +30,7 @@ from trace_jax.pretrained import run_params
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
 from trace_jax.rollout import Rollout
+from trace_jax.rollout.data_parallel import refusal
 from trace_jax.rollout_queue import RolloutQueue, check_groups
 
 
@@ -224,11 +225,8 @@ def _check_rows(config: Config, mesh) -> None:
     """Refuses before any work what would not divide over the devices later."""
     ways = row_ways(mesh)
     parts = config.rl.minibatches * config.rl.micro_batches
-    require(
-        config.rollout.engine == "batch" or mesh.size == 1,
-        f"rollout.engine is 'continuous', which runs on one device so far, and the mesh has "
-        f"{mesh.size}; write rollout.engine='batch'",
-    )
+    if config.rollout.engine == "continuous" and (reason := refusal(mesh)):
+        raise ConfigError(reason)
     require(
         not config.task.multiturn or jax.process_count() == 1,
         f"task.kind is {config.task.kind!r}, whose episodes one process plays so far; leave "

@@ -12,19 +12,12 @@ from trace_jax.kernels import cuda_build, dispatch
 from trace_jax.model import ModelConfig, paged
 from trace_jax.rollout import memory
 from trace_jax.rollout.continuous import ContinuousEngine
-from trace_jax.rollout.engine import Engine, EngineConfig
+from trace_jax.rollout.engine import EngineConfig
 from trace_jax.rollout.programs import CacheConfig, ProgramConfig
 from trace_jax.rollout.record import Rollout
 
 logger = logging.getLogger(__name__)
 PAGE, CHUNK = 64, 256
-
-
-def make_engine(kind: str, config: EngineConfig, *, slots: int = 0, turns: bool = False):
-    """The engine called `kind`: "batch" or "continuous"; see ContinuousBatches for the rest."""
-    if kind == "batch":
-        return Engine(config)
-    return ContinuousBatches(config, slots, turns=turns)
 
 
 class ContinuousBatches:
@@ -112,6 +105,8 @@ class ContinuousBatches:
             chunk=chunk,
             prefill_rows=min(8, rows),
             kernels=kernels,
+            # Of the prompts whose samples run together and of the next, and of every episode.
+            kept=-(-slots // c.samples) + 1 + (rows if self.turns else 0),
         )
         programs = ProgramConfig(
             c.model, c.precision, cache, c.eos_ids, c.temperature, c.plan, c.audit_rows, c.noise
@@ -140,7 +135,7 @@ def _of_this_turn(rollout: Rollout, lengths) -> Rollout:
 def _kernels_fit(model: ModelConfig, precision: tuple[LayerPrecision, ...]) -> bool:
     """Whether this machine's kernels can run the model; says once why not."""
     reasons = {cuda_build.hopper_refusal()} | {
-        paged.kernel_refusal(model, formats_, PAGE) for formats_ in precision
+        paged.kernel_refusal(model, precision[i], PAGE) for i in model.attention_layers
     }
     if model.hidden % 16 or model.expert_dim % 16:
         reasons.add(f"widths {model.hidden} and {model.expert_dim} are no multiples of 16")
