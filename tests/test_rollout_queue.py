@@ -200,12 +200,12 @@ def test_mixed_groups_are_refused(launched, change, message):
 
 def test_the_queue_gives_out_the_step_that_is_due_or_nothing():
     queue = RolloutQueue(1)
-    queue.fill(4, lambda step: Launched(step, queue.version_of(step), None, None))
+    queue.fill(4, lambda step: Launched(step, queue.version_of(step), None, None, None))
     assert len(queue) == 2
     with pytest.raises(QueueError, match="step 4 of version 3 where step 5 of version 4 is due"):
         queue.take(5, lambda launched: launched)
     assert queue.take(5, lambda launched: launched.step) == 5
-    queue.fill(6, lambda step: Launched(step, 0, None, None))
+    queue.fill(6, lambda step: Launched(step, 0, None, None, None))
     with pytest.raises(QueueError, match="step 6 of version 0 where step 6 of version 5 is due"):
         queue.take(6, lambda launched: launched)
 

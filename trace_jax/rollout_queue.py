@@ -28,12 +28,17 @@ class QueueError(RuntimeError):
 
 
 class Launched(NamedTuple):
-    """The rollout of one step: dispatched, not yet judged. `version` is that of its weights."""
+    """The rollout of one step: dispatched, not yet judged. `version` is that of its weights.
+
+    `played` holds the record where the learner reads it, `made` where it was made; on one mesh
+    the two are one.
+    """
 
     step: int
     version: int
     prompts: Prompts
     played: Played
+    made: Rollout
 
 
 class RolloutQueue:

@@ -23,6 +23,7 @@ from trace_jax.parallel import (
     row_ways,
     shard_params,
     shard_rows,
+    split_meshes,
     to_host,
 )
 from trace_jax.play import shard_record
@@ -43,12 +44,15 @@ class Trainer:
 
     def __init__(self, config: Config, workdir: Path):
         self.config, self.workdir = config, Path(workdir)
-        self.mesh = make_mesh(config.mesh)
-        _check_rows(config, self.mesh)
+        if config.rollout.devices:
+            self.mesh, actor_mesh = split_meshes(config.mesh, config.rollout.devices)
+        else:
+            self.mesh = actor_mesh = make_mesh(config.mesh)
+        _check_rows(config, self.mesh, actor_mesh)
         shapes = jax.eval_shape(lambda key: model.init(config.model, key), jax.random.key(0))
         check_params(shapes, self.mesh)
         self.mode = modes.resolve(config)
-        self.actor = Actor(config, self.mode, self.mesh)
+        self.actor = Actor(config, self.mode, actor_mesh, self.mesh)
         self.learner = Learner(config, self.mode, row_ways(self.mesh))
         self.queue = RolloutQueue(config.rl.max_version_lag)
         evaluator = functools.cache(
@@ -131,7 +135,7 @@ class Trainer:
         train: TrainState = state["train"]
         with clock.part("sync") as ready:
             params = self.actor.sync(train.params)
-            ready(params)
+            ready((params, self.actor.take(params)))
         version = int(train.version)
         launch = lambda at: self.actor.launch(params, at, version, clock)
         judge = lambda launched: self.actor.judge(launched, clock)
@@ -221,11 +225,16 @@ def _agreement_by_lag(codes: dict, lag: np.ndarray) -> dict:
     return {f"agreement/lag{lag[0]}": codes["agreement/mean"]}
 
 
-def _check_rows(config: Config, mesh) -> None:
+def _check_rows(config: Config, mesh, actor_mesh) -> None:
     """Refuses before any work what would not divide over the devices later."""
     ways = row_ways(mesh)
+    require(
+        config.rl.prompts_per_step % row_ways(actor_mesh) == 0,
+        f"rl.prompts_per_step is {config.rl.prompts_per_step}; write a multiple of the "
+        f"{row_ways(actor_mesh)} devices that generate",
+    )
     parts = config.rl.minibatches * config.rl.micro_batches
-    if config.rollout.engine == "continuous" and (reason := refusal(mesh)):
+    if config.rollout.engine == "continuous" and (reason := refusal(actor_mesh)):
         raise ConfigError(reason)
     require(
         not config.task.multiturn or jax.process_count() == 1,

@@ -32,6 +32,7 @@ _AT_LEAST = {
     "rl.balance_coef": 0,
     "rollout.engine_noise": 0,
     "rollout.slots": 0,
+    "rollout.devices": 0,
     "precision.kv_window": 0,
     "optim.warmup_steps": 0,
     "optim.weight_decay": 0,

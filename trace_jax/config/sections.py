@@ -77,6 +77,7 @@ class RolloutConfig:
     engine_noise: float = 0.0  # relative noise at the sites; emulates a foreign engine
     engine: str = "batch"  # batch: all rows step together | continuous: they come and go in slots
     slots: int = 0  # of the continuous engine; 0: one a row
+    devices: int = 0  # the last so many generate and the others learn; 0: all do both
 
 
 @dataclasses.dataclass(frozen=True)

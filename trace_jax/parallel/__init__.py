@@ -10,3 +10,4 @@ from trace_jax.parallel.mesh import (
 )
 from trace_jax.parallel.processes import any_of, from_first, is_first, join, once
 from trace_jax.parallel.rules import check_params
+from trace_jax.parallel.two_meshes import split_meshes
