@@ -49,7 +49,7 @@ def test_three_devices_give_the_batch_engines_rollout_in_the_learners_layout():
 
     map_rows(check, mine)
     assert [len(engine._engine.scheduler.slots) for engine in run.engines] == [2, 2, 2]
-    owners = [engine._engine._pools[0]["k"].data.devices() for engine in run.engines]
+    owners = [engine._engine._pools[0].pages["k"].data.devices() for engine in run.engines]
     assert owners == [{device} for device in mesh.devices.flat]
 
 

@@ -244,8 +244,13 @@ def test_caches_and_pools_have_the_bytes_that_the_accounting_says(policy, fmt, w
     each = kv_bytes_per_token(helpers.MOE, fmt, window)
     cache = model.empty_cache(helpers.MOE, precision, 2, 12)
     pools = [paged.empty_pool(helpers.MOE, p, 6, 4, False) for p in precision]
-    for stored in (cache, pools):
-        assert sum(a.nbytes for a in jax.tree.leaves(stored)) == 24 * each
+    kind = helpers.MOE.layer_kinds[0]
+    states = [paged.empty_state(helpers.MOE, p, kind, 2, False) for p in precision]
+    held = lambda stored: sum(a.nbytes for a in jax.tree.leaves(stored))
+    assert held(cache) == 24 * each
+    # Pages hold the quantized rows alone, and a state the last tokens of its sequence.
+    assert held(pools) == 24 * kv_bytes_per_token(helpers.MOE, fmt)
+    assert held(states) == 2 * window * kv_bytes_per_token(helpers.MOE, None)
 
 
 # --- kernel pools under emulated engine noise ---------------------------
@@ -256,21 +261,21 @@ def test_the_kernels_pages_hold_what_the_record_says_under_noise(length):
     config = dataclasses.replace(helpers.MOE, head_dim=64)
     precision = helpers.PRECISIONS["nvfp4"][0]
     spec = LayerSpec(precision, audit_rows=1)
-    pool = paged.empty_pool(config, precision, 2, 64, True)
+    stored = paged.Stored(paged.empty_pool(config, precision, 2, 64, True))
     rng = np.random.default_rng(5)
     normal = lambda heads: jnp.asarray(rng.normal(size=(1, length, heads, 64)), jnp.bfloat16)
     q, k, v = normal(4), normal(2), normal(2)
 
     @jax.jit
-    def step(q, k, v, pool):
+    def step(q, k, v, stored):
         inputs = SiteInputs(noise_key=jax.random.key(0), noise=0.1)
         sites = Sites(spec, fp4.NO_GUIDANCE, inputs, decoding=True)
         where = paged.Pages(jnp.array([[1]]), jnp.ones((1, length), bool))
-        _, pool = where.step(q, k, v, pool, jnp.arange(length)[None], sites, None, None)
-        return kv_pages.read_pages(pool, jnp.array([1])), sites.outputs.audit
+        _, stored = where.step(q, k, v, stored, jnp.arange(length)[None], sites, None, None)
+        return kv_pages.read_pages(stored.pages, jnp.array([1])), sites.outputs.audit
 
-    stored, audit = step(q, k, v, pool)
-    for site, values in zip("kv", stored, strict=True):
+    pages, audit = step(q, k, v, stored)
+    for site, values in zip("kv", pages, strict=True):
         codes = jax.tree.map(lambda a: a[0], audit[site])
         scale = fp4.formats.decode_scale(codes.scale_bytes, precision.k)[..., None]
         blocks = fp4.formats.decode_e2m1(fp4.formats.to_blocks(codes.codes, precision.k)) * scale

@@ -13,7 +13,6 @@ from trace_jax import fp4, model, sync
 from trace_jax.model.accounting import kv_bytes_per_token, state_bytes
 from trace_jax.model.config_parts import DeltaNet, Latent, Router
 from trace_jax.model.moe import NOT_RECORDED
-from trace_jax.model.paged import empty_pool
 from trace_jax.model.specs import stacks_of
 
 LATENT = dataclasses.replace(
@@ -85,12 +84,6 @@ def test_stacks_follow_kind_and_precision(name):
     assert quantized == {"latent": [None, False, True], "hybrid": [True, False, True]}[name]
     again = sync.to_rollout(params, helpers.PRECISIONS["nvfp4"])["layers"]
     assert depths(again) == count
-
-
-@kinds
-def test_pages_are_refused_in_words(name):
-    with pytest.raises(ValueError, match="write an engine without pages"):
-        empty_pool(CONFIGS[name], helpers.PRECISIONS["bf16"][0], 4, 16, False)
 
 
 # --- training and rollout -------------------------------------------------------------------

@@ -13,10 +13,10 @@ from trace_jax.rollout.scheduler import Scheduler, Sequence
 PAGE, STEPS, CHUNK = 4, 3, 8
 
 
-def scheduler(slots=2, pages=16, prefill_rows=1) -> Scheduler:
-    return Scheduler(
-        slots, PagePool(pages), page=PAGE, steps=STEPS, chunk=CHUNK, prefill_rows=prefill_rows
-    )
+def scheduler(slots=2, pages=16, prefill_rows=1, states=None) -> Scheduler:
+    shape = dict(page=PAGE, steps=STEPS, chunk=CHUNK, prefill_rows=prefill_rows)
+    places = None if states is None else PagePool(states)
+    return Scheduler(slots, PagePool(pages), **shape, states=places)
 
 
 def sequence(row, prompt, new, first_token=None, **settings) -> Sequence:
@@ -27,12 +27,17 @@ def sequence(row, prompt, new, first_token=None, **settings) -> Sequence:
 class Device:
     """Checks on a model of the device that what is attended to is what was stored.
 
-    A stored token is (row, position, token); shared prompts count as equal by token.
+    A stored token is (row, position, token); shared prompts count as equal by token. A state
+    is the list of tokens that it has seen, of slots as of the places beside them. With
+    `cut`, held sequences end one token early, at a stop string in the last dispatch.
     """
 
-    def __init__(self, s: Scheduler):
+    def __init__(self, s: Scheduler, cut=False):
+        self.cut = cut
         self.s, self.contents, self.drawn = s, {}, collections.Counter()
-        self.records = {}
+        self.records, self.chunks = {}, 0
+        self.states = [["another's"] for _ in s.slots]
+        self.kept = [["nobody's"] for _ in range(s.states.count if s.states else 0)]
 
     def turn(self):
         s = self.s
@@ -40,8 +45,10 @@ class Device:
         self.copies()
         if chunks := s.plan_prefill():
             assert len(chunks) <= s.prefill_rows
+            self.chunks += len(chunks)
             for c in chunks:
                 assert c.start % PAGE == 0 and 0 < c.stop - c.start <= CHUNK
+                assert c.sequence.stored == c.start
                 for i in range(c.start, c.stop):
                     self.write(c.sequence, i)
             s.prefilled(chunks)
@@ -53,7 +60,7 @@ class Device:
             if self.decode(q):
                 ended.append(q)
         for q in ended:
-            s.finish(q)
+            s.finish(q, overran=self.end_early(q))
         self.check_pages()
         return ended
 
@@ -66,8 +73,18 @@ class Device:
             for i in range(n):
                 self.records[target, i] = self.records[source, i]
         self.s.page_copies, self.s.record_copies = [], []
+        for place, slot in self.s.keeps.items():
+            self.kept[place] = list(self.states[slot])
+        for slot, place in self.s.gives.items():
+            self.states[slot] = list(self.kept[place])
+        self.s.keeps, self.s.gives = {}, {}
 
     def write(self, q, i):
+        if self.s.states:
+            slot = self.s.slots.index(q)
+            self.states[slot] = [] if i == 0 else self.states[slot]
+            assert self.states[slot] == q.tokens[:i], "a state of other tokens"
+            self.states[slot].append(q.tokens[i])
         self.contents[q.pages[i // PAGE], i % PAGE] = (i, q.tokens[i])
         self.records[q.row, i] = q.tokens[i]
 
@@ -87,6 +104,13 @@ class Device:
                     return True
         return False
 
+    def end_early(self, q):
+        if not (self.cut and q.hold and len(q.tokens) > q.prompt + 1):
+            return False
+        del q.tokens[-1], q.sampled[-1], q.logp[-1]
+        q.stored -= 1
+        return True
+
     def check_pages(self):
         held = [q for q in self.s.slots if q is not None] + self.s.held
         uses = collections.Counter(p for q in held for p in q.pages)
@@ -95,6 +119,11 @@ class Device:
             "pages are lost or held twice"
         )
         assert self.s.pool.free == self.s.pool.count - len(uses)
+        owners = [*self.s.held, *self.s.waiting, *self.s.prefixes.values()]
+        places = [o.state for o in {id(o): o for o in owners}.values() if o.state is not None]
+        assert len(places) == len(set(places)), "a state has two owners"
+        if self.s.states:
+            assert self.s.states.free == self.s.states.count - len(places)
 
     def run(self, limit=500):
         ended = []
@@ -112,11 +141,14 @@ class Device:
     slots=st.integers(1, 4),
     spare=st.integers(0, 6),
     rows=st.integers(1, 3),
+    states=st.none() | st.integers(0, 3),
 )
-@hypothesis.settings(max_examples=150, deadline=None)
-def test_every_request_draws_its_tokens_once_whatever_the_pages(requests, slots, spare, rows):
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_every_request_draws_its_tokens_once_whatever_the_pages_and_states(
+    requests, slots, spare, rows, states
+):
     largest = max(-(-(p + n) // PAGE) for p, n, _ in requests)
-    s = scheduler(slots, largest + 1 + spare, rows)
+    s = scheduler(slots, largest + 1 + spare, rows, states)
     device = Device(s)
     all_of_them = [sequence(i, p, n, first_token=f) for i, (p, n, f) in enumerate(requests)]
     for q in all_of_them:
@@ -128,7 +160,64 @@ def test_every_request_draws_its_tokens_once_whatever_the_pages(requests, slots,
         for i in range(len(q.tokens) - 1):
             assert device.records[q.row, i] == q.tokens[i]  # one record a token fed
     s.drop_prefixes()
-    assert s.pool.free == s.pool.count
+    assert s.pool.free == s.pool.count and (states is None or s.states.free == states)
+
+
+@hypothesis.given(
+    turns=st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    slots=st.integers(1, 3),
+    spare=st.integers(0, 8),
+    states=st.none() | st.integers(0, 4),
+    cut=st.booleans(),
+)
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_held_sequences_go_on_from_their_own_states(turns, slots, spare, states, cut):
+    """Three episodes, two of them with one prompt; `cut`: turns end at a stop string."""
+    longest = 7 + sum(max(said + 1 + new for said, new in turn) for turn in turns)
+    s = scheduler(slots, -(-longest // PAGE) + 1 + spare, states=states)
+    device = Device(s, cut)
+    group = [sequence(i, 6, 1, first_token=i // 2, hold=True) for i in range(3)]
+    for q in group:
+        s.submit(q)
+    device.run()
+    for turn in turns:
+        for q, (said, new) in zip(group, turn, strict=True):
+            q.tokens += [50] * (said + 1)
+            q.sampled += [False] * (said + 1)
+            q.logp += [0.0] * (said + 1)
+            q.limit, q.done = len(q.tokens) + new, None
+            s.submit(q)
+        device.run()
+    for q in group:
+        assert [device.records[q.row, i] for i in range(len(q.tokens) - 1)] == q.tokens[:-1]
+        s.let_go(q)
+    s.drop_prefixes()
+    assert s.pool.free == s.pool.count and (states is None or s.states.free == states)
+
+
+def test_samples_of_a_prompt_share_its_state_and_prefill_again_where_it_has_no_place():
+    for states, times in ((1, 1), (0, 3)):
+        s = scheduler(slots=3, states=states)
+        device = Device(s)
+        for i in range(3):
+            s.submit(sequence(i, 11, 4))
+        device.run()
+        assert device.chunks == 2 * times  # of 8 and 2 tokens
+
+
+def test_a_state_that_saw_what_was_cut_is_not_kept():
+    for states, overran, kept in ((1, False, True), (1, True, False), (None, True, True)):
+        s = scheduler(slots=1, states=states)
+        q = sequence(0, 5, 4, hold=True)
+        s.submit(q)
+        Device(s).turn()
+        s.finish(q, overran=overran)
+        assert bool(q.pages) == kept and (q.state is not None) == (kept and states is not None)
+        assert s.pool.free == s.pool.count - len(q.pages)
 
 
 def test_samples_of_a_prompt_share_its_full_pages_and_copy_the_partial_one():

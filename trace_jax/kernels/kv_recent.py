@@ -44,6 +44,10 @@ def read_recent(recent: KVPages, lengths: jax.Array):
     batch = lengths.shape[0]
     k, v = read_pages(recent, ring_table(recent, batch))
     k, v = (x.swapaxes(1, 2).reshape(batch, recent.kv_heads, -1, x.shape[-1]) for x in (k, v))
+    return k, v, ring_tokens(lengths, k.shape[2])
+
+
+def ring_tokens(lengths: jax.Array, window: int) -> jax.Array:
+    """int32 [batch, window]: the token in each slot of a ring; negative where there is none."""
     last = lengths[:, None] - 1
-    back = (last - jnp.arange(k.shape[2], dtype=jnp.int32)[None]) % k.shape[2]
-    return k, v, last - back
+    return last - (last - jnp.arange(window, dtype=jnp.int32)[None]) % window

@@ -43,7 +43,7 @@ class LatentAttention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, sites: Sites, cache=None):
+    def __call__(self, x, positions, sites: Sites, cache=None, pages=None):
         cfg, latent = self.config, self.config.latent
         turn = partial(rotary, positions=positions, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
         up_k, up_v = self._up(x.dtype)
@@ -56,7 +56,12 @@ class LatentAttention(nn.Module):
             raise ValueError(
                 "rotate_v: the values of latent attention are its keys too; write rotate_v=False"
             )
-        k_rope, c, mask, recent, cache = remember(turn(k_rope), c, positions, sites, cache)
+        k_rope = turn(k_rope)
+        if pages is not None:
+            remembered = pages.remember(k_rope, c, cache, positions, sites)
+        else:
+            remembered = remember(k_rope, c, positions, sites, cache)
+        k_rope, c, mask, recent, cache = remembered
         q = jnp.concatenate([q_nope, turn(q_rope)], axis=-1)
         k = jnp.concatenate([c, k_rope], axis=-1)
         if recent is not None:

@@ -37,13 +37,13 @@ class LinearAttention(nn.Module):
     def __call__(self, x, positions, valid, cache=None):
         """x [B, S, hidden]; tokens that are not `valid` bool [B, S] leave no trace.
 
-        Without a cache, and where `positions` begin at 0, the state starts empty.
+        Without a cache, and where valid `positions` begin at 0, the state starts empty.
         """
         delta = self.config.delta
         heads = delta.value_heads
         linear = partial(Linear, dtype=x.dtype)
         per_head = lambda name: self.param(name, nn.initializers.zeros, (heads,), jnp.float32)
-        state = self._before(x.shape[0], positions, cache)
+        state = self._before(positions, valid, cache)
 
         mixed = linear(delta.channels, name="qkv")(x)
         gate = linear(heads * delta.value_dim, name="gate")(x).astype(jnp.float32)
@@ -67,10 +67,10 @@ class LinearAttention(nn.Module):
         cache = None if cache is None else {"conv": conv, "matrix": matrix}
         return linear(self.config.hidden, name="o")(out), cache
 
-    def _before(self, batch, positions, cache):
+    def _before(self, positions, valid, cache):
         if cache is None:
-            return empty_state(self.config, (batch,))
-        first = positions[:, 0] == 0
+            return empty_state(self.config, positions.shape[:1])
+        first = valid[:, 0] & (positions[:, 0] == 0)
         clear = lambda a: jnp.where(first.reshape(-1, *(1,) * (a.ndim - 1)), 0, a)
         return jax.tree.map(clear, cache)
 

@@ -2,8 +2,12 @@
 
 A pool holds pages of tokens of one layer; a table names the pages of each sequence, in
 order. `KVPlane` pools take any format and run anywhere; `KVPages` pools hold the layout
-of the GPU and TPU kernels. Either way what is attended to is what was stored.
+of the GPU and TPU kernels. Either way what is attended to is what was stored. What a layer
+keeps of a sequence as a whole is its state: the last tokens (recent), or what linear
+attention carries on.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +17,58 @@ from trace_jax.fp4 import FP8, E4M3Rows, Format, LayerPrecision
 from trace_jax.kernels import kv_attention, kv_pages
 from trace_jax.kernels.kv_append import append
 from trace_jax.kernels.kv_pages import KVPages
+from trace_jax.kernels.kv_recent import append_recent
 from trace_jax.kernels.kv_units import KV_FORMAT
-from trace_jax.model.attention import Recent, attend, recent_of, visible
-from trace_jax.model.config import ModelConfig
-from trace_jax.model.kv_planes import KVPlane, decode_rows, empty_planes, quantize_rows
+from trace_jax.model import linear_attention, recent
+from trace_jax.model.attention import Remembered, attend, recent_of, visible
+from trace_jax.model.config import LayerKind, ModelConfig
+from trace_jax.model.kv_planes import KVPlane, decode_rows, empty_plane, quantize_rows
 from trace_jax.model.sites import Sites
+
+
+class Stored(NamedTuple):
+    """What one layer stores.
+
+    Attributes:
+      pages: a pool that sequences share: {"k", "v"} planes, or KVPages; None without softmax
+        attention.
+      state: of each sequence of a batch, in its order: rings of recent tokens, or the state of
+        linear attention; None where there is neither.
+    """
+
+    pages: dict[str, KVPlane] | KVPages | None
+    state: Any = None
+
+
+def empty_state(
+    config: ModelConfig, precision: LayerPrecision, kind: LayerKind, batch: int, kernel: bool
+):
+    """States of one layer before the first token of `batch` sequences; None if it has none."""
+    if kind.linear:
+        return linear_attention.empty_state(config, (batch,))
+    if precision.kv_window:
+        return recent.empty_rings(config, precision, batch, kernel)
+    return None
 
 
 def empty_pool(
     config: ModelConfig, precision: LayerPrecision, pages: int, page: int, kernel: bool
 ) -> dict[str, KVPlane] | KVPages:
-    """An empty pool of one layer.
+    """An empty pool of one layer with softmax attention.
 
     Args:
       pages, page: pages, and tokens of each.
       kernel: in the kernels' layout.
 
     Raises:
-      ValueError: attention that has no pages; formats, page or head size that the kernels'
-        layout does not take.
+      ValueError: attention, formats, page or head size that the kernels' layout does not take.
     """
-    if config.latent.kv_rank or config.full_attention_every != 1:
-        raise ValueError(
-            "KV pages hold keys and values of grouped queries in every layer; write an engine "
-            "without pages (rollout.Engine) for latent or linear attention"
-        )
     if not kernel:
-        shape = (pages, page, config.num_kv_heads)
-        widths = dict.fromkeys("kv", config.head_dim)
-        return empty_planes(shape, widths, precision, config.dtype)
+        shapes = config.site_shapes()
+        plane = lambda site, rows, width: empty_plane(
+            (pages, page, rows), width, getattr(precision, site), config.dtype
+        )
+        return {site: plane(site, shapes[site].rows, shapes[site].width) for site in "kv"}
     reason = kernel_refusal(config, precision, page)
     if reason is not None:
         raise ValueError(f"KV pages: {reason}")
@@ -51,14 +78,16 @@ def empty_pool(
 
 def kernel_refusal(config: ModelConfig, precision: LayerPrecision, page: int) -> str | None:
     """Why the kernels' layout cannot hold a layer's keys and values; None if it can."""
+    if config.latent.kv_rank:
+        return "the kernels take keys and values of grouped queries, no latents"
     if precision.k != precision.v:
         return "the kernels take one format for keys and values"
     if _kind(precision.k) is None:
         return f"the kernels take NVFP4, FP8 or BF16, not {precision.k.name}"
-    if precision.kv_window:
+    if precision.kv_window % kv_pages.PAGE:
         return (
-            "the kernels' pages keep no BF16 tokens that sequences could share or take along "
-            f"when they are preempted (kv_window is {precision.kv_window})"
+            f"the kernels take a kv_window of a multiple of {kv_pages.PAGE} tokens, not "
+            f"{precision.kv_window}"
         )
     if page != kv_pages.PAGE:
         return f"the kernels take pages of {kv_pages.PAGE} tokens, not {page}"
@@ -88,42 +117,49 @@ class Pages:
     table: jax.Array
     valid: jax.Array
 
-    def step(self, q, k, v, pool, positions, sites: Sites, window, sinks):
+    def step(self, q, k, v, stored: Stored, positions, sites: Sites, window, sinks):
         """Stores the new keys and values and attends to all that a sequence has.
 
         Args:
           q, k, v: [B, S, heads, head_dim], rotated, not quantized.
-          pool: of this layer.
-          positions: int32 [B, S]. With S above 1 and a kernel pool consecutive, from the
+          stored: of this layer.
+          positions: int32 [B, S], consecutive. With S above 1 and a kernel pool from the
             start of a page on.
           sites: quantize and record K and V.
           window: keys a query sees; 0 or None is all. A kernel pool takes a number.
           sinks: FP32 [heads] or None.
 
         Returns:
-          [B, S, heads * head_dim] in q's dtype, and the pool.
+          [B, S, heads * head_dim] in q's dtype, and what is stored now.
         """
-        if isinstance(pool, KVPages) and q.shape[1] == 1:
-            return self._decode(q, k, v, pool, positions, sites, window, sinks)
+        if isinstance(stored.pages, KVPages) and q.shape[1] == 1:
+            return self._decode(q, k, v, stored, positions, sites, window, sinks)
+        k, v, mask, near, stored = self.remember(k, v, stored, positions, sites, window)
+        return attend(q, k, v, mask, sinks, recent=near), stored
+
+    def remember(self, k, v, stored: Stored, positions, sites: Sites, window=None) -> Remembered:
+        """Stores new keys and values: `attention.remember` for pages; arguments as for `step`."""
+        pool, state = stored
         if isinstance(pool, KVPages):
             k, v = self._record(k, v, sites)
+            new = {"k": k, "v": v}
             pool = _write_whole_pages(pool, self, positions, k, v)
-            k, v = kv_pages.read_pages(pool, self.table)  # [B, pages, kv_heads, page, head_dim]
-            k, v = (x.swapaxes(2, 3) for x in (k, v))
-            k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]).astype(q.dtype) for x in (k, v))
-            return self._attend(q, k, v, positions, window, sinks), pool
-        rows, planes = quantize_rows(k, v, sites)
-        pool = {name: _write(pool[name], new, self, positions) for name, new in planes.items()}
-        stored = {name: _of_sequence(plane, self.table) for name, plane in pool.items()}
-        rows = decode_rows(stored, rows, sites.spec.precision)
-        keys = jnp.arange(rows["k"].shape[1])[None]
-        recent = recent_of(rows, positions, keys, sites.spec.precision.kv_window)
-        return self._attend(q, rows["k"], rows["v"], positions, window, sinks, recent), pool
-
-    def _attend(self, q, k, v, positions, window, sinks, recent: Recent | None = None):
+            rows = _rows_of_kernel(pool, self.table, k.dtype)
+        else:
+            rows, planes = quantize_rows(k, v, sites)
+            pool = {s: _write(pool[s], planes[s], self, positions) for s in "kv"}
+            new = {s: rows.get(f"recent_{s}") for s in "kv"}
+            planes = {s: _of_sequence(plane, self.table) for s, plane in pool.items()}
+            rows = decode_rows(planes, rows, sites.spec.precision)
+        length, kv_window = rows["k"].shape[1], sites.spec.precision.kv_window
+        if kv_window:
+            rows |= recent.by_position(state, new, positions, self.valid, length)
+            state = recent.pushed(state, new, positions, self.valid)
+        keys = jnp.arange(length)[None]
         # A query that does not exist must not make slots count that were never written.
-        mask = visible(positions, jnp.arange(k.shape[1])[None], window) & self.valid[:, :, None]
-        return attend(q, k, v, mask, sinks, recent=recent)
+        mask = visible(positions, keys, window) & self.valid[:, :, None]
+        near = recent_of(rows, positions, keys, kv_window)
+        return Remembered(rows["k"], rows["v"], mask, near, Stored(pool, state))
 
     def _record(self, k, v, sites: Sites):
         """Keys and values as the engine's noise leaves them; their codes go to the record."""
@@ -131,8 +167,9 @@ class Pages:
         sites.encode("k", k), sites.encode("v", v)
         return k, v
 
-    def _decode(self, q, k, v, pool, positions, sites: Sites, window, sinks):
+    def _decode(self, q, k, v, stored: Stored, positions, sites: Sites, window, sinks):
         """One token a sequence, by the kernels."""
+        pool, rings = stored
         bits = {name: sites.record_bits(name) for name in "kv"}
         if sites.spec.audit_rows:  # whole codes, for the ledger
             k, v = self._record(k, v, sites)
@@ -142,6 +179,8 @@ class Pages:
         wanted = next((b for b in bits.values() if b is not None), None)
         at = jnp.where(self.valid, positions, -1)[:, 0]
         pool, *left = append(pool, self.table, at, k[:, 0], v[:, 0], record=wanted)
+        if rings is not None:
+            rings = append_recent(rings, at, k[:, 0], v[:, 0])
         for name, guidance in zip("kv", left, strict=True):
             if bits[name] is not None:
                 sites.keep(name, jax.tree.map(lambda a: a[:, None], guidance))
@@ -153,8 +192,9 @@ class Pages:
             scale=q.shape[-1] ** -0.5,
             window=window or None,
             sink=sinks,
+            recent=rings,
         )
-        return out.reshape(out.shape[0], 1, -1), pool
+        return out.reshape(out.shape[0], 1, -1), Stored(pool, rings)
 
 
 def _write(plane: KVPlane, new: KVPlane, where: Pages, positions) -> KVPlane:
@@ -170,6 +210,14 @@ def _of_sequence(plane: KVPlane, table) -> KVPlane:
     """[B, pages a sequence * page, ...]: each sequence's tokens in order."""
     read = lambda a: a[table].reshape(table.shape[0], -1, *a.shape[2:])
     return jax.tree.map(read, plane)
+
+
+def _rows_of_kernel(pool: KVPages, table, dtype):
+    """{"k", "v"} [B, pages a sequence * page, heads, head_dim]: as `_of_sequence`."""
+    pages = kv_pages.read_pages(pool, table)  # [B, pages, kv_heads, page, head_dim]
+    k, v = (x.swapaxes(2, 3) for x in pages)
+    k, v = (x.reshape(x.shape[0], -1, *x.shape[3:]).astype(dtype) for x in (k, v))
+    return {"k": k, "v": v}
 
 
 def _write_whole_pages(pool: KVPages, where: Pages, positions, k, v) -> KVPages:

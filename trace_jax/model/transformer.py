@@ -79,10 +79,13 @@ class DecoderLayer(nn.Module):
     def _attend(self, h, positions, valid, sites, cache, window, pages):
         if self.kind.linear:
             layer = LinearAttention(self.config, name="linear_attention")
-            return layer(h, positions, valid, cache)
+            if pages is None:
+                return layer(h, positions, valid, cache)
+            y, state = layer(h, positions, valid, cache.state)
+            return y, cache._replace(state=state)
         if self.config.latent.kv_rank:
             layer = LatentAttention(self.config, name="attention")
-            return layer(h, positions, sites, cache)
+            return layer(h, positions, sites, cache, pages)
         layer = Attention(self.config, name="attention")
         return layer(h, positions, sites, cache, window, pages)
 
@@ -179,8 +182,8 @@ def apply(
       cache: from `empty_cache`, or None (training). Its entries must be those of
         `numerics`' precision. Linear attention goes on from its state, wherever
         `positions` are, unless they begin at 0; `valid` tokens must come first.
-      pages: the cache is one pool of pages a layer (paged.empty_pool), and this says
-        where tokens stand in it.
+      pages: the cache is one paged.Stored a layer, and this says where tokens stand in its
+        pages.
       guidance: needed if `numerics` guides. Obeyed where `recorded`.
       guard: FP32 [B, S], steps around the midpoint inside which bits are obeyed.
       routes: int32 [layers, B, S, top_k] to replay, NOT_RECORDED where free.

@@ -64,10 +64,15 @@ class ContinuousEngine:
         self.decode_text = decode_text
         self.counts = Counts()
         self._pools = jax.jit(programs.empty_pools, static_argnums=0)(config)
+        self._kept = None  # states beside those of the slots
+        if config.cache.kept and programs.state_bytes(config):
+            self._kept = programs.empty_states(config, config.cache.kept)
         self._decode = jax.jit(partial(programs.decode, config), donate_argnums=1)
         self._prefill = jax.jit(partial(programs.prefill, config), donate_argnums=1)
         # partial: a jit of the bare function would share its count with other engines.
         self._copy_pages = jax.jit(partial(programs.copy_pages), donate_argnums=0)
+        self._keep_states = jax.jit(partial(programs.keep_states, config), donate_argnums=1)
+        self._give_states = jax.jit(partial(programs.give_states, config), donate_argnums=0)
         self._commit = partial(store.commit, audit_rows=config.audit_rows)
         self._copy_rows = store.copy_rows
         if not self.on_host:
@@ -89,6 +94,7 @@ class ContinuousEngine:
             steps=c.steps,
             chunk=c.chunk,
             prefill_rows=c.prefill_rows,
+            states=PagePool(c.kept) if programs.state_bytes(self.config) else None,
         )
 
     # --- weights ---
@@ -106,7 +112,7 @@ class ContinuousEngine:
             raise RuntimeError("weights cannot change while sequences run; step() to their end")
         self.scheduler.drop_prefixes()
         self._params = None  # frees the older weights first
-        ready = isinstance(params["layers"][0]["moe"]["gate_up"], ExpertWeight | ExpertWeights)
+        ready = isinstance(params["layers"][-1]["moe"]["gate_up"], ExpertWeight | ExpertWeights)
         self._params = params if ready else _by_layer(params, self.config.cache.kernels)
         self.version = version
 
@@ -242,19 +248,32 @@ class ContinuousEngine:
 
     def compilations(self) -> dict[str, int]:
         """Programs compiled so far, by what they do; each stays at one after warm-up."""
-        jitted = {"decode": self._decode, "prefill": self._prefill, "pages": self._copy_pages}
+        jitted = {
+            "decode": self._decode,
+            "prefill": self._prefill,
+            "pages": self._copy_pages,
+            "keep": self._keep_states,
+            "give": self._give_states,
+        }
         return {name: f._cache_size() for name, f in jitted.items()}
 
     # --- dispatches ---
 
     def _copies(self) -> None:
-        """Page and record copies that sharing a prompt asks for."""
+        """Copies of pages, states and records that sharing, holding and going on ask for."""
         s, slots = self.scheduler, self.config.cache.slots
         while s.page_copies:
             some, s.page_copies = s.page_copies[:slots], s.page_copies[slots:]
             source, target = np.zeros(slots, np.int32), np.full(slots, s.pool.count, np.int32)
             source[: len(some)], target[: len(some)] = np.asarray(some).T
             self._pools = self._copy_pages(self._pools, source, target)
+        if s.keeps:
+            place, slot = _columns(s.keeps, slots, self.config.cache.kept)
+            self._kept = self._keep_states(self._pools, self._kept, slot, place)
+        if s.gives:
+            slot, place = _columns(s.gives, slots, slots)
+            self._pools = self._give_states(self._pools, self._kept, place, slot)
+        s.keeps, s.gives = {}, {}
         while s.record_copies:
             some, s.record_copies = s.record_copies[:slots], s.record_copies[slots:]
             self._land()
@@ -269,14 +288,16 @@ class ContinuousEngine:
         tokens = np.zeros((c.prefill_rows, c.chunk), np.int32)
         start, count = np.zeros(c.prefill_rows, np.int32), np.zeros(c.prefill_rows, np.int32)
         table = np.zeros((c.prefill_rows, c.table_pages), np.int32)
+        slot = np.full(c.prefill_rows, c.slots, np.int32)
         rows = np.full((c.prefill_rows, c.chunk), self.rows, np.int32)
         for i, chunk in enumerate(chunks):
+            slot[i] = self.scheduler.slots.index(chunk.sequence)
             n = chunk.stop - chunk.start
             tokens[i, :n] = chunk.sequence.tokens[chunk.start : chunk.stop]
             start[i], count[i] = chunk.start, n
             table[i, : len(chunk.sequence.pages)] = chunk.sequence.pages
             rows[i, :n] = chunk.sequence.row
-        told = Chunks(tokens, start, count, table)
+        told = Chunks(tokens, start, count, table, slot)
         self._pools, record = self._prefill(self._params, self._pools, told, self._noise_key())
         self._keep(record, rows, start[:, None] + np.arange(c.chunk)[None])
         self.scheduler.prefilled(chunks)
@@ -307,14 +328,14 @@ class ContinuousEngine:
         self.counts.preemptions = self.scheduler.preemptions
         ended = []
         for slot, s in running:
-            s.stored += int(fed[:, slot].sum())
+            s.stored = reached = s.stored + int(fed[:, slot].sum())
             new = drawn[:, slot]
             s.tokens += tokens[new, slot].tolist()
             s.logp += logp[new, slot].tolist()
             s.sampled += [True] * int(new.sum())
             s.done = self._why_done(s, int(new.sum()))
             if s.done:
-                self.scheduler.finish(s)
+                self.scheduler.finish(s, overran=s.stored < reached)
                 ended.append(s)
         return ended
 
@@ -348,7 +369,7 @@ class ContinuousEngine:
         c = self.config.cache
         shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
         r = c.prefill_rows
-        chunks = Chunks(shape(r, c.chunk), shape(r), shape(r), shape(r, c.table_pages))
+        chunks = Chunks(shape(r, c.chunk), shape(r), shape(r), shape(r, c.table_pages), shape(r))
         _, like = jax.eval_shape(self._prefill, self._params, self._pools, chunks)
         return store.empty_store(
             like, self.rows, self.record_length, self.config.audit_rows, host=self.on_host
@@ -380,6 +401,13 @@ def _by_layer(params, kernels: bool):
 
 def _key_shape() -> tuple[int, ...]:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+
+
+def _columns(copies: dict[int, int], count: int, nowhere: int) -> tuple[np.ndarray, np.ndarray]:
+    """Targets and sources int32 [count] of copies {target: source}; the rest goes `nowhere`."""
+    target, source = np.full(count, nowhere, np.int32), np.zeros(count, np.int32)
+    target[: len(copies)], source[: len(copies)] = list(copies), list(copies.values())
+    return target, source
 
 
 def _padded(rows, length: int, dtype) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How a device's memory is shared: weights, pages, guidance, workspace."""
+"""How a device's memory is shared: weights, pages, states, guidance, workspace."""
 
 import dataclasses
 
@@ -20,6 +20,7 @@ class MemoryPlan:
     Attributes:
       free: bytes that the engine may take.
       weights: rollout parameters.
+      states: of the slots' sequences and of those kept beside them (programs.state_bytes each).
       records: the store of records, where it is on the device.
       workspace: logits, scores of a prefill chunk, records of a dispatch, and the margin.
       page_bytes: bytes of a page in all layers.
@@ -29,6 +30,7 @@ class MemoryPlan:
 
     free: int
     weights: int
+    states: int
     records: int
     workspace: int
     page_bytes: int
@@ -39,6 +41,7 @@ class MemoryPlan:
         parts = (
             ("weights", self.weights),
             ("pages", self.pages * self.page_bytes),
+            ("states", self.states),
             ("records", self.records),
             ("workspace", self.workspace),
         )
@@ -66,15 +69,18 @@ def plan_memory(
     page_bytes = sum(a.size * a.dtype.itemsize for a in _leaves_of_one_page(cfg))
     record = _record_bytes(cfg)
     records = rows * c.length * record if record_on == "device" else 0
+    state = programs.state_bytes(cfg)
+    states = (c.slots + c.kept) * state
     workspace = (
         3 * 4 * c.slots * cfg.model.vocab_size
         + 3 * 4 * c.prefill_rows * cfg.model.num_heads * c.chunk * c.length
+        + 2 * c.prefill_rows * state
         + 2 * record * max(c.steps * c.slots, c.prefill_rows * c.chunk)
         + int(MARGIN * free)
     )
-    left = free - weight_bytes - records - workspace
-    pages = max(left, 0) // page_bytes
-    plan = MemoryPlan(free, weight_bytes, records, workspace, page_bytes, pages, c.page)
+    left = free - weight_bytes - states - records - workspace
+    pages = max(left, 0) // max(page_bytes, 1)  # no softmax attention, no bytes
+    plan = MemoryPlan(free, weight_bytes, states, records, workspace, page_bytes, pages, c.page)
     if pages < c.table_pages + 1:
         spare = max(pages - 1, 0) * c.page
         raise ValueError(
@@ -94,7 +100,8 @@ def free_bytes(device=None) -> int | None:
 
 def _leaves_of_one_page(cfg: ProgramConfig):
     one = dataclasses.replace(cfg, cache=dataclasses.replace(cfg.cache, pages=1))
-    return jax.tree.leaves(jax.eval_shape(lambda: programs.empty_pools(one)))
+    pools = jax.eval_shape(lambda: programs.empty_pools(one))
+    return jax.tree.leaves([stored.pages for stored in pools])
 
 
 def _record_bytes(cfg: ProgramConfig) -> int:

@@ -1,4 +1,4 @@
-"""Pages of the KV-cache as the host counts them."""
+"""Pages of the KV-cache, and places for states, as the host counts them."""
 
 from collections.abc import Sequence
 

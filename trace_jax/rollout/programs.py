@@ -1,4 +1,4 @@
-"""What runs on the device: prefill of chunks, many decode steps, copies of pages.
+"""What runs on the device: prefill of chunks, many decode steps, copies of pages and states.
 
 Every program has one shape, so each compiles once.
 """
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from trace_jax import model
 from trace_jax.fp4 import NO_GUIDANCE, GuidancePlan, LayerPrecision
 from trace_jax.model import ModelConfig
-from trace_jax.model.paged import Pages
+from trace_jax.model.paged import Pages, Stored, empty_pool, empty_state
 from trace_jax.model.specs import Record
+from trace_jax.rollout import states
 from trace_jax.rollout.sampling import sample
 
 
@@ -28,6 +29,8 @@ class CacheConfig:
       steps: decode steps of a dispatch.
       chunk, prefill_rows: tokens (a multiple of `page`) and sequences of a prefill dispatch.
       kernels: pages and weights in the layout of the GPU and TPU kernels.
+      kept: states kept beside those of the slots, of shared prompts and held sequences; where
+        they are too few, those are computed again. Of models that have states alone.
     """
 
     slots: int
@@ -38,12 +41,13 @@ class CacheConfig:
     chunk: int = 256
     prefill_rows: int = 4
     kernels: bool = False
+    kept: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "kernels" and value < 1:
-                raise ValueError(f"engine: {field.name} is {value}; write 1 or more")
+            value, least = getattr(self, field.name), int(field.name not in ("kernels", "kept"))
+            if value < least:
+                raise ValueError(f"engine: {field.name} is {value}; write {least} or more")
         if self.chunk % self.page:
             raise ValueError(
                 f"engine: chunk is {self.chunk}; write a multiple of the page, {self.page}"
@@ -151,16 +155,20 @@ def decode(cfg: ProgramConfig, params, pools, slots: Slots, noise_key=None):
 
 class Chunks(NamedTuple):
     """What a prefill dispatch is told: tokens int32 [R, chunk] of positions from `start`
-    int32 [R] on, of which `count` int32 [R] exist; table int32 [R, table_pages]."""
+    int32 [R] on, of which `count` int32 [R] exist; table int32 [R, table_pages]; and `slot`
+    int32 [R], whose states they go on from (beyond the last where there is no chunk)."""
 
     tokens: jax.Array
     start: jax.Array
     count: jax.Array
     table: jax.Array
+    slot: jax.Array
 
 
 def prefill(cfg: ProgramConfig, params, pools, chunks: Chunks, noise_key=None):
-    """Stores the chunks' keys and values: (pools, Record with leaves [layers, R, chunk, ...])."""
+    """Stores the chunks' keys, values and states: (pools, Record [layers, R, chunk, ...])."""
+    count, mine = cfg.cache.slots, [s.state for s in pools]
+    taken = states.read(mine, chunks.slot, count)
     offset = jnp.arange(chunks.tokens.shape[1])[None]
     valid = offset < chunks.count[:, None]
     out = model.apply(
@@ -171,12 +179,13 @@ def prefill(cfg: ProgramConfig, params, pools, chunks: Chunks, noise_key=None):
         cfg.numerics(chunks.tokens.shape[0] if cfg.audit_rows else 0),
         positions=chunks.start[:, None] + offset,
         valid=valid,
-        cache=pools,
+        cache=[Stored(s.pages, state) for s, state in zip(pools, taken, strict=True)],
         pages=Pages(chunks.table, valid),
         noise_key=noise_key,
         noise=cfg.noise,
     )
-    return out.cache, small_routes(out.record)
+    mine = states.write(mine, chunks.slot, [s.state for s in out.cache], count)
+    return _with_states(out.cache, mine), small_routes(out.record)
 
 
 def small_routes(record: Record) -> Record:
@@ -186,13 +195,48 @@ def small_routes(record: Record) -> Record:
 
 def copy_pages(pools, source: jax.Array, target: jax.Array):
     """Page contents from `source` to `target`, int32 [n]; targets beyond the pool are dropped."""
-    return jax.tree.map(lambda a: a.at[target].set(a[source], mode="drop"), pools)
+    copy = lambda a: a.at[target].set(a[source], mode="drop")
+    return tuple(s._replace(pages=jax.tree.map(copy, s.pages)) for s in pools)
 
 
-def empty_pools(cfg: ProgramConfig) -> tuple:
-    """One pool a layer."""
+def keep_states(cfg: ProgramConfig, pools, kept, slot: jax.Array, place: jax.Array) -> list:
+    """`kept` with the states of slots at `place`, both int32 [n]; places beyond it are dropped."""
+    taken = states.read([s.state for s in pools], slot, cfg.cache.slots)
+    return states.write(kept, place, taken, cfg.cache.kept)
+
+
+def give_states(cfg: ProgramConfig, pools, kept, place: jax.Array, slot: jax.Array) -> tuple:
+    """Pools whose slots have the states of `kept` at `place`; slots beyond are dropped."""
+    taken = states.read(kept, place, cfg.cache.kept)
+    mine = states.write([s.state for s in pools], slot, taken, cfg.cache.slots)
+    return _with_states(pools, mine)
+
+
+def _with_states(pools, new) -> tuple:
+    return tuple(s._replace(state=state) for s, state in zip(pools, new, strict=True))
+
+
+def empty_pools(cfg: ProgramConfig) -> tuple[Stored, ...]:
+    """What each layer stores: pages, and a state a slot."""
     c = cfg.cache
-    return tuple(
-        model.paged.empty_pool(cfg.model, formats_, c.pages, c.page, c.kernels)
-        for formats_ in cfg.precision
-    )
+
+    def pages(formats_, kind):
+        if kind.linear:
+            return None
+        return empty_pool(cfg.model, formats_, c.pages, c.page, c.kernels)
+
+    layers = zip(cfg.precision, cfg.model.layer_kinds, strict=True)
+    pools = [pages(*layer) for layer in layers]
+    return tuple(map(Stored, pools, empty_states(cfg, c.slots)))
+
+
+def empty_states(cfg: ProgramConfig, count: int) -> list:
+    """States of `count` sequences, an entry a layer; None where it has none."""
+    layers = zip(cfg.precision, cfg.model.layer_kinds, strict=True)
+    return [empty_state(cfg.model, *layer, count, cfg.cache.kernels) for layer in layers]
+
+
+def state_bytes(cfg: ProgramConfig) -> int:
+    """Bytes of one sequence's state; 0 for models without."""
+    one = jax.eval_shape(lambda: empty_states(cfg, 1))
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(one))

@@ -6,6 +6,10 @@ later token is fed by decode steps, those that were known already (after preempt
 appended by an environment) as well. So a token's values come from the same program
 whenever they are made, and a sequence draws the same tokens alone, in any batch, and
 after preemption.
+
+Some models have a state too: what belongs to a sequence as a whole (the state of linear
+attention, the window of recent tokens). A slot has one, always that of the sequence in it;
+the states of shared prompts and of held sequences are kept in places beside the slots.
 """
 
 import array
@@ -29,6 +33,7 @@ class Sequence:
       sampled: for each token, whether it was drawn.
       logp: for each token, its log-probability where it was drawn, else 0.
       stored: leading tokens whose keys and values stand in `pages`.
+      state: the place that keeps its state while it is held, or None.
       done: None, or why it ended: "eos", "length" or "stop".
       preempted: how often it lost its pages.
       hold: keep its pages when it ends, to be continued.
@@ -43,6 +48,7 @@ class Sequence:
     logp: list[float] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
     stored: int = 0
+    state: int | None = None
     done: str | None = None
     preempted: int = 0
     hold: bool = False
@@ -67,10 +73,11 @@ class Sequence:
 
 @dataclasses.dataclass
 class Prefix:
-    """A prefilled prompt whose pages may be shared; `row` holds its record."""
+    """A prefilled prompt whose pages may be shared; `row` holds its record, `state` its state."""
 
     pages: list[int]
     row: int
+    state: int | None
 
 
 @dataclasses.dataclass
@@ -91,20 +98,31 @@ class Scheduler:
       page: tokens of a page.
       steps: decode steps of a dispatch.
       chunk, prefill_rows: tokens of a sequence, and sequences, that a prefill dispatch takes.
+      states: places for states that no slot holds; None: the model has no states.
     """
 
     def __init__(
-        self, slots: int, pool: PagePool, *, page: int, steps: int, chunk: int, prefill_rows: int
+        self,
+        slots: int,
+        pool: PagePool,
+        *,
+        page: int,
+        steps: int,
+        chunk: int,
+        prefill_rows: int,
+        states: PagePool | None = None,
     ):
-        self.pool, self.page, self.steps = pool, page, steps
+        self.pool, self.page, self.steps, self.states = pool, page, steps, states
         self.chunk, self.prefill_rows = chunk, prefill_rows
         self.slots: list[Sequence | None] = [None] * slots
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.held: list[Sequence] = []
         self.prefixes: collections.OrderedDict[bytes, Prefix] = collections.OrderedDict()
-        # What the device must do before the next dispatch.
+        # What the device must do before the next dispatch: keeps come before gives.
         self.page_copies: list[tuple[int, int]] = []  # (from, to)
         self.record_copies: list[tuple[int, int, int]] = []  # (from row, to row, tokens)
+        self.keeps: dict[int, int] = {}  # place: slot whose state it takes
+        self.gives: dict[int, int] = {}  # slot: place whose state it takes
         self.preemptions = 0
         self._admitted: list[Sequence] = []  # running, oldest first
 
@@ -159,7 +177,7 @@ class Scheduler:
                 continue
             if not sequence.pages and sequence.prefix_key in busy:
                 continue
-            if not self._place(sequence):
+            if not self._place(sequence, slot):
                 return
             self.waiting.remove(sequence)
             self.slots[slot] = sequence
@@ -174,15 +192,18 @@ class Scheduler:
         # From the end, so that the first slots stay with those that need them.
         return next((i for i in reversed(range(len(self.slots))) if self.slots[i] is None), None)
 
-    def _place(self, sequence: Sequence) -> bool:
+    def _place(self, sequence: Sequence, slot: int) -> bool:
         """Gives the pages to start with: its own, shared ones, or new ones."""
         if sequence in self.held:
             self.held.remove(sequence)
         if sequence.pages:
+            if sequence.state is not None:
+                self.gives[slot] = sequence.state
+                self._drop_state(sequence)
             return True
         shared = self.prefixes.get(sequence.prefix_key)
         if shared is not None and sequence.prefix:
-            if self._share(sequence, shared):
+            if self._share(sequence, shared, slot):
                 return True
             if self._admitted:
                 return False  # pages come back when a running one ends
@@ -192,7 +213,7 @@ class Scheduler:
         sequence.pages, sequence.stored = self.pool.take(self._pages_for(sequence.prefix)), 0
         return True
 
-    def _share(self, sequence: Sequence, shared: Prefix) -> bool:
+    def _share(self, sequence: Sequence, shared: Prefix, slot: int) -> bool:
         whole, partial = divmod(sequence.prefix, self.page)
         if not self._make_room(2 if partial else 1, keep=sequence.prefix_key):
             return False
@@ -203,6 +224,8 @@ class Scheduler:
             (own,) = self.pool.take(1)
             self.page_copies.append((shared.pages[whole], own))
             sequence.pages.append(own)
+        if shared.state is not None:
+            self.gives[slot] = shared.state
         if shared.row != sequence.row:
             self.record_copies.append((shared.row, sequence.row, sequence.prefix))
         sequence.stored = sequence.prefix
@@ -232,9 +255,12 @@ class Scheduler:
         whole, partial = divmod(sequence.prefix, self.page)
         if partial and not self.pool.free:
             return  # no page to go on in: the others prefill for themselves
+        state = self._keep(self.slots.index(sequence))
+        if self.states is not None and state is None:
+            return  # no place for the state: the same
         pages = list(sequence.pages)
         self.pool.share(pages)
-        self.prefixes[sequence.prefix_key] = Prefix(pages, sequence.row)
+        self.prefixes[sequence.prefix_key] = Prefix(pages, sequence.row, state)
         if partial:
             (own,) = self.pool.take(1)
             self.page_copies.append((pages[whole], own))
@@ -273,12 +299,18 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def finish(self, sequence: Sequence) -> None:
-        """Frees the slot of a sequence that has ended, and its pages unless it is held."""
+    def finish(self, sequence: Sequence, *, overran: bool = False) -> None:
+        """Frees the slot of a sequence that has ended, and its pages unless it is held.
+
+        `overran`: more was fed than is stored now. Pages take that again; a state that has
+        seen it cannot go back, so the sequence is computed again when it is continued.
+        """
+        slot = self.slots.index(sequence)
         self._leave_slot(sequence)
         if sequence.hold:
+            sequence.state = None if overran else self._keep(slot)
             self.held.append(sequence)
-        else:
+        if not sequence.hold or (self.states is not None and sequence.state is None):
             self._drop_pages(sequence)
 
     def let_go(self, sequence: Sequence) -> None:
@@ -291,7 +323,7 @@ class Scheduler:
     def drop_prefixes(self) -> None:
         """Forgets every stored prompt and the pages of held sequences: the weights changed."""
         for key in list(self.prefixes):
-            self.pool.release(self.prefixes.pop(key).pages)
+            self._forget(key)
         for sequence in self.held:
             self._drop_pages(sequence)
 
@@ -306,16 +338,43 @@ class Scheduler:
             if self.pool.free >= number:
                 break
             if key != keep:
-                self.pool.release(self.prefixes.pop(key).pages)
+                self._forget(key)
         for sequence in self.held:
             if self.pool.free >= number:
                 break
             self._drop_pages(sequence)
         return self.pool.free >= number
 
+    def _forget(self, key: bytes) -> None:
+        prefix = self.prefixes.pop(key)
+        self.pool.release(prefix.pages)
+        self._drop_state(prefix)
+
     def _drop_pages(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
+        self._drop_state(sequence)
         sequence.pages, sequence.stored = [], 0
+
+    # --- states ---
+
+    def _keep(self, slot: int) -> int | None:
+        """The place that takes a slot's state; None if there is none. Stored prompts give way."""
+        if self.states is None:
+            return None
+        for key in list(self.prefixes):
+            if self.states.free:
+                break
+            self._forget(key)
+        if not self.states.free:
+            return None
+        (place,) = self.states.take(1)
+        self.keeps[place] = slot
+        return place
+
+    def _drop_state(self, owner: Sequence | Prefix) -> None:
+        if owner.state is not None:
+            self.states.release([owner.state])
+            owner.state = None
 
     def _leave_slot(self, sequence: Sequence) -> None:
         self.slots[self.slots.index(sequence)] = None
