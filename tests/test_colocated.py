@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from run_helpers import QUICK, tiny
 
-from trace_jax.parallel import rows_sharding
-from trace_jax.rl.learner import Batch, _merge, _split
+from trace_jax.parallel import rows_sharding, shard_rows
+from trace_jax.rl.batches import Batch, merge, split
 from trace_jax.trainer import Trainer
 
 COLLECTIVE = re.compile(
@@ -19,10 +19,11 @@ COLLECTIVE = re.compile(
 ELEMENT = re.compile(r"\b([a-z]+\d*\w*)\[")
 
 
-@pytest.fixture(scope="module")
-def learner(tmp_path_factory):
+@pytest.fixture(scope="module", params=[0, 20], ids=["one a row", "packed"])
+def learner(request, tmp_path_factory):
     """(compiled update on eight devices, its state and rollout as shapes)."""
-    config = tiny(mesh={"data": 4, "expert": 2}, rl={"micro_batches": 2})
+    rl = {"micro_batches": 2, "pack_length": request.param}
+    config = tiny(mesh={"data": 4, "expert": 2}, rl=rl)
     trainer = Trainer(config, tmp_path_factory.mktemp("run"))
     state = trainer.start(trainer.fresh_params())["train"]
     rows = trainer.config.rows
@@ -31,7 +32,10 @@ def learner(tmp_path_factory):
     advantages = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=by_row)
     live = jax.ShapeDtypeStruct((rows,), bool, sharding=by_row)
     update = jax.jit(trainer.learner._update, donate_argnums=0, compiler_options=QUICK)
-    arguments = (state, rollout, advantages, live, None, None)
+    packing = trainer.learner.packing(np.full(rows, 10))
+    if packing is not None:
+        packing = shard_rows(packing, trainer.mesh)
+    arguments = (state, rollout, advantages, live, None, None, None, packing)
     return update.lower(*arguments).compile(), state, rollout
 
 
@@ -60,14 +64,14 @@ def test_no_record_of_the_rollout_crosses_devices(learner):
 def test_pieces_take_rows_of_every_device_and_come_back_in_order(ways, parts):
     rows = jnp.arange(16)
     fields = dict.fromkeys(Batch._fields) | {"tokens": rows[:, None], "routes": rows[None, :, None]}
-    pieces = _split(Batch(**fields), parts, ways)
+    pieces = split(Batch(**fields), parts, ways)
     size = 16 // (ways * parts)
     of_device = np.arange(16).reshape(ways, parts, size)  # a device has 16 / ways rows in a run
     for part in range(parts):
         wanted = of_device[:, part].reshape(-1)
         np.testing.assert_array_equal(pieces.tokens[part, :, 0], wanted)
         np.testing.assert_array_equal(pieces.routes[part, 0, :, 0], wanted)
-    np.testing.assert_array_equal(_merge(pieces.tokens, ways)[:, 0], rows)
+    np.testing.assert_array_equal(merge(pieces.tokens, ways)[:, 0], rows)
 
 
 def test_nothing_passes_through_the_host(learner):

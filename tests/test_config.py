@@ -183,6 +183,22 @@ REFUSED = [
         "rl.correction is 'tis' and the ratio is against the rollout already; write",
     ),
     (
+        {"rl.pack_length": 40},
+        "rl.pack_length is 40, and a sequence may have task.max_prompt + task.max_response = 48 "
+        "tokens; write 48 or more, or 0",
+    ),
+    (
+        {
+            "rl.pack_length": 64,
+            "model.full_attention_every": 2,
+            "model.delta.key_heads": 1,
+            "model.delta.value_heads": 1,
+            "model.delta.key_dim": 8,
+            "model.delta.value_dim": 8,
+        },
+        "rl.pack_length is 64, and the state of linear attention would pass",
+    ),
+    (
         {"guidance.sites": ("expert_mid",), "rl.routing_replay": False},
         "guidance.sites has expert_mid, which lines up with the rollout's experts only; write "
         "rl.routing_replay=True",

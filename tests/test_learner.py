@@ -22,7 +22,8 @@ from trace_jax import modes, sync
 from trace_jax.config import Config, MeshConfig, default, freeze
 from trace_jax.model import Guidance
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
-from trace_jax.rl.learner import Learner, apply_gradients, new_state, optimizer, response_window
+from trace_jax.rl.batches import response_window
+from trace_jax.rl.learner import Learner, apply_gradients, new_state, optimizer
 from trace_jax.rollout import Engine, EngineConfig, Rollout
 from trace_jax.rollout.sampling import request_keys
 from trace_jax.trainer import Trainer

@@ -394,13 +394,29 @@ def test_only_what_the_update_needs_is_scored_beforehand():
 
     def fixed(**rl):
         trainer = SimpleNamespace(config=tiny(rl=rl), learner=learner)
-        return Trainer._fixed_logprobs(trainer, policy, state, None)
+        return Trainer._fixed_logprobs(trainer, policy, state, None, None)
 
     assert fixed() == (None, None)
     assert fixed(minibatches=2) == ("policy", None)
     assert fixed(minibatches=2, old_logprobs="rollout") == (None, None)
     assert fixed(kl_coef=0.1) == (None, "reference")
     assert asked == ["policy", "reference"]
+
+
+def test_packing_moves_no_metric_and_says_what_it_saves(tmp_path):
+    """The same rollout, packed: every token is kept, and the padding before and after is told."""
+    plain, packed = (begin(tiny(rl=rl), tmp_path) for rl in ({}, {"pack_length": 40}))
+    wanted = plain[0].iteration(0, plain[1])[1]
+    metrics = packed[0].iteration(0, packed[1])[1]
+    counts = {k: v for k, v in metrics.items() if k.startswith("packing/")}
+    rollout = packed[0].actor.rollout_like(32)
+    before, after = counts["packing/padding_before"], counts["packing/padding_after"]
+    assert counts["packing/tokens"] == pytest.approx((1 - before) * rollout.tokens.size)
+    assert counts["packing/tokens"] == pytest.approx((1 - after) * counts["packing/rows"] * 40)
+    assert after < before
+    assert set(metrics) - set(wanted) == set(counts)
+    for name in ("train/loss", "train/grad_norm", "mismatch/gap_mean", "mismatch/tokens"):
+        assert metrics[name] == pytest.approx(wanted[name], rel=0.02, abs=1e-4), name
 
 
 @pytest.mark.parametrize("mode", settings.MODES)

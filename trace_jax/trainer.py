@@ -30,6 +30,7 @@ from trace_jax.play import shard_record
 from trace_jax.pretrained import run_params
 from trace_jax.rl.advantages import group_advantages, group_stats, informative_groups
 from trace_jax.rl.learner import Learner, TrainState, new_state
+from trace_jax.rl.packing import Packing, packing_counts
 from trace_jax.rollout import Rollout
 from trace_jax.rollout.data_parallel import refusal
 from trace_jax.rollout_queue import RolloutQueue, check_groups
@@ -153,14 +154,17 @@ class Trainer:
         rollout, lag = drawn.rollout, version - to_host(drawn.rollout.version)
         with clock.part("train") as ready:
             advantages, live = self._advantages(drawn.rewards, drawn.valid, lag)
-            old, ref = self._fixed_logprobs(train, state, rollout)
+            packing, packed = self._packing(rollout)
+            old, ref = self._fixed_logprobs(train, state, rollout, packing)
             head = self.learner.sampler_head(params, rollout) if c.rl.score_centering else None
-            train, metrics = self.learner.update(train, rollout, advantages, live, old, ref, head)
+            train, metrics = self.learner.update(
+                train, rollout, advantages, live, old, ref, head, packing
+            )
             ready(metrics)
         self._check(train, step)
         codes = codes | _agreement_by_lag(codes, version - to_host(first.rollout.version))
         metrics = jax.device_get({**metrics, **codes})
-        metrics = _named(metrics) | self._measured(first, drawn, lag, clock)
+        metrics = _named(metrics) | packed | self._measured(first, drawn, lag, clock)
         return {**state, "train": train}, metrics | {"weights/bytes": sync.weight_bytes(params)}
 
     def _measured(self, first: Draw, drawn: Draw, lag: np.ndarray, clock: Clock) -> dict:
@@ -190,13 +194,22 @@ class Trainer:
             live = valid & np.asarray(informative_groups(rewards, valid))[:, None]
         return shard_rows((advantages.reshape(-1), jnp.asarray(live).reshape(-1)), self.mesh)
 
-    def _fixed_logprobs(self, train, state, rollout):
+    def _packing(self, rollout: Rollout) -> tuple[Packing | None, dict]:
+        """How the learner's forward packs the sequences, and what that leaves of the padding."""
+        lengths = to_host(rollout.length)
+        packing = self.learner.packing(lengths)
+        if packing is None:
+            return None, {}
+        counts = packing_counts(packing, lengths, rollout.tokens.shape[1])
+        return shard_rows(packing, self.mesh), {f"packing/{k}": v for k, v in counts.items()}
+
+    def _fixed_logprobs(self, train, state, rollout, packing):
         """Log-probs that must not move during the update: the ratio's, the reference's."""
         c, old, ref = self.config.rl, None, None
         if c.minibatches > 1 and c.old_logprobs == "learner":
-            old = self.learner.score(train.params, rollout, train.version)
+            old = self.learner.score(train.params, rollout, train.version, packing)
         if c.kl_coef:
-            ref = self.learner.score(state["reference"], rollout, train.version)
+            ref = self.learner.score(state["reference"], rollout, train.version, packing)
         return old, ref
 
     def _check(self, train: TrainState, step: int) -> None:

@@ -20,7 +20,7 @@ from trace_jax.config import freeze
 from trace_jax.fp4 import SITES, GuidancePlan
 from trace_jax.ledger import code_ledger
 from trace_jax.model.specs import Guidance
-from trace_jax.rl.learner import response_window
+from trace_jax.rl.batches import response_window
 from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.rl.mismatch import logprob_ledger
 from trace_jax.rollout import Engine, EngineConfig

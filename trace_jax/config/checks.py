@@ -26,6 +26,7 @@ _AT_LEAST = {
     "rl.minibatches": 1,
     "rl.micro_batches": 1,
     "rl.max_version_lag": 0,
+    "rl.pack_length": 0,
     "rl.logprob_chunk": 1,
     "rl.kl_coef": 0,
     "rl.score_centering": 0,
@@ -77,6 +78,7 @@ def check(c) -> None:
         _rollout_and_loss,
         _score_centering,
         _batches,
+        _packing,
         _distributed,
         _task,
         _resolved,
@@ -158,6 +160,20 @@ def _batches(c) -> None:
     require(
         c.ledger.audit_rows <= c.rows,
         f"ledger.audit_rows is {c.ledger.audit_rows}; write at most the {c.rows} rows of a rollout",
+    )
+
+
+def _packing(c) -> None:
+    width = c.rl.pack_length
+    require(
+        width == 0 or width >= c.max_length,
+        f"rl.pack_length is {width}, and a sequence may have task.max_prompt + task.max_response = "
+        f"{c.max_length} tokens; write {c.max_length} or more, or 0",
+    )
+    require(
+        width == 0 or c.model.full_attention_every == 1,
+        f"rl.pack_length is {width}, and the state of linear attention would pass from one "
+        "sequence to the next; write rl.pack_length=0",
     )
 
 

@@ -66,6 +66,7 @@ class RLConfig:
     kl_coef: float = 0.0  # k3 to the policy that RL started from
     balance_coef: float = 0.0  # load-balance loss of the router
     routing_replay: bool = True
+    pack_length: int = 0  # tokens a row of the learner's forward, several sequences; 0: one a row
     logprob_chunk: int = 4096  # tokens whose logits exist at a time
     remat: bool = False
 

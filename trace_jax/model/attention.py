@@ -15,13 +15,21 @@ from trace_jax.model.layers import Linear, RMSNorm, angles, product, rotary, rou
 from trace_jax.model.sites import Sites
 
 
-def visible(queries: jax.Array, keys: jax.Array, window: jax.Array | None) -> jax.Array:
+def visible(
+    queries: jax.Array,
+    keys: jax.Array,
+    window: jax.Array | None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
     """bool [B, S, T]: which keys a query sees; positions int32 [B, S] and [B or 1, T].
 
-    `window` int32 counts the query's own key; 0 is no window.
+    `window` int32 counts the query's own key; 0 is no window. With `segments` int32 [B, S],
+    where keys are the queries' tokens, only those of its own.
     """
     distance = queries[:, :, None] - keys[:, None, :]
     mask = distance >= 0
+    if segments is not None:
+        mask = mask & (segments[:, :, None] == segments[:, None, :])
     return mask if window is None else mask & ((distance < window) | (window == 0))
 
 
@@ -53,7 +61,7 @@ def recent_of(rows: Rows, queries, keys, kv_window: int) -> Recent | None:
     return Recent(rows["recent_k"], rows["recent_v"], visible(queries, keys, kv_window))
 
 
-def remember(k, v, positions, sites: Sites, cache=None, window=None) -> Remembered:
+def remember(k, v, positions, sites: Sites, cache=None, window=None, segments=None) -> Remembered:
     """Quantizes k, v [B, S, KV, ...] at their sites and appends them to the cache.
 
     Without a cache the same quantized values are attended to directly. Either way what is
@@ -67,7 +75,7 @@ def remember(k, v, positions, sites: Sites, cache=None, window=None) -> Remember
         cache = {name: write_plane(cache[name], new, positions) for name, new in planes.items()}
         rows = decode_rows(cache, rows, precision)
         keys = jnp.arange(rows["k"].shape[1])[None]
-    mask = visible(positions, keys, window)
+    mask = visible(positions, keys, window, segments)
     recent = recent_of(rows, positions, keys, precision.kv_window)
     return Remembered(rows["k"], rows["v"], mask, recent, cache)
 
@@ -132,7 +140,9 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, sites: Sites, cache=None, window=None, pages=None):
+    def __call__(
+        self, x, positions, sites: Sites, cache=None, window=None, pages=None, segments=None
+    ):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
         gate = None
@@ -153,7 +163,8 @@ class Attention(nn.Module):
         if pages is not None:
             out, cache = pages.step(q, k, v, cache, positions, sites, window, sinks)
         else:
-            k, v, mask, recent, cache = remember(k, v, positions, sites, cache, window)
+            remembered = remember(k, v, positions, sites, cache, window, segments)
+            k, v, mask, recent, cache = remembered
             out = attend(q, k, v, mask, sinks, recent=recent)
         if rotate:  # back, head by head
             out = hadamard(out.reshape(q.shape)).reshape(out.shape)

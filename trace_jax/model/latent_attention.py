@@ -43,7 +43,7 @@ class LatentAttention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, sites: Sites, cache=None, pages=None):
+    def __call__(self, x, positions, sites: Sites, cache=None, pages=None, segments=None):
         cfg, latent = self.config, self.config.latent
         turn = partial(rotary, positions=positions, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
         up_k, up_v = self._up(x.dtype)
@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
         if pages is not None:
             remembered = pages.remember(k_rope, c, cache, positions, sites)
         else:
-            remembered = remember(k_rope, c, positions, sites, cache)
+            remembered = remember(k_rope, c, positions, sites, cache, segments=segments)
         k_rope, c, mask, recent, cache = remembered
         q = jnp.concatenate([q_nope, turn(q_rope)], axis=-1)
         k = jnp.concatenate([c, k_rope], axis=-1)

@@ -60,12 +60,21 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x, positions, valid, sites: Sites, cache=None, routes=None, window=None, pages=None
+        self,
+        x,
+        positions,
+        valid,
+        sites: Sites,
+        cache=None,
+        routes=None,
+        window=None,
+        pages=None,
+        segments=None,
     ):
         cfg = self.config
         norm = partial(RMSNorm, cfg.norm_eps, cfg.zero_centred_norms)
         y, cache = self._attend(
-            norm(name="attention_norm")(x), positions, valid, sites, cache, window, pages
+            norm(name="attention_norm")(x), positions, valid, sites, cache, window, pages, segments
         )
         x = _add(x, y)
         h = norm(name="moe_norm")(x)
@@ -76,7 +85,7 @@ class DecoderLayer(nn.Module):
             y, ids, balance = MoE(cfg, name="moe")(h, valid, sites, routes)
         return _add(x, y), cache, ids, balance
 
-    def _attend(self, h, positions, valid, sites, cache, window, pages):
+    def _attend(self, h, positions, valid, sites, cache, window, pages, segments):
         if self.kind.linear:
             layer = LinearAttention(self.config, name="linear_attention")
             if pages is None:
@@ -85,9 +94,9 @@ class DecoderLayer(nn.Module):
             return y, cache._replace(state=state)
         if self.config.latent.kv_rank:
             layer = LatentAttention(self.config, name="attention")
-            return layer(h, positions, sites, cache, pages)
+            return layer(h, positions, sites, cache, pages, segments)
         layer = Attention(self.config, name="attention")
-        return layer(h, positions, sites, cache, window, pages)
+        return layer(h, positions, sites, cache, window, pages, segments)
 
 
 def _add(x, y):
@@ -162,6 +171,7 @@ def apply(
     numerics: Numerics,
     *,
     positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
     valid: jax.Array | None = None,
     cache: tuple | None = None,
     pages: Pages | None = None,
@@ -178,6 +188,8 @@ def apply(
       tokens: int32 [B, S].
       numerics: formats, guided and recorded sites a layer.
       positions: int32 [B, S]; default 0..S-1. With a cache they say where to write.
+      segments: int32 [B, S]; a token attends to tokens of its own segment alone, so that a
+        row may hold several sequences. `positions` begin at 0 in each.
       valid: bool [B, S]; padding is False and counts in no statistic.
       cache: from `empty_cache`, or None (training). Its entries must be those of
         `numerics`' precision. Linear attention goes on from its state, wherever
@@ -191,6 +203,8 @@ def apply(
       remat: recompute each layer in the backward pass.
     """
     batch, length = tokens.shape
+    if segments is not None:
+        _check_segments(numerics, positions, cache)
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
     if valid is None:
@@ -207,7 +221,7 @@ def apply(
             noise=noise,
         )
         sites = Sites(spec, numerics.plan, site_inputs, decoding=pages is not None)
-        where = (positions, valid, sites, layer_cache, inputs.routes, window, pages)
+        where = (positions, valid, sites, layer_cache, inputs.routes, window, pages, segments)
         layer = DecoderLayer(config, spec.kind)
         x, layer_cache, ids, layer_balance = layer.apply({"params": inputs.params}, x, *where)
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
@@ -232,6 +246,16 @@ def apply(
     record = Record(*merge_outputs(records), jnp.concatenate(routed))
     balance = balance / (config.num_layers - config.dense_layers)
     return Output(_final_norm(config, params, x), caches, record, balance)
+
+
+def _check_segments(numerics: Numerics, positions, cache) -> None:
+    if positions is None or cache is not None:
+        raise ValueError("segments: write the positions in each segment, and no cache")
+    if any(spec.kind.linear for spec in numerics.layers):
+        raise ValueError(
+            "segments: the state of linear attention would pass from one to the next; write one "
+            "sequence a row"
+        )
 
 
 def _final_norm(config, params, x):

@@ -1,17 +1,27 @@
 """The learner: one policy update from a rollout, guided as the mode says."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
 from trace_jax import model, sync
 from trace_jax.config import Config
-from trace_jax.model import Guidance, Numerics
+from trace_jax.model import Numerics
 from trace_jax.modes import Mode
+from trace_jax.rl.batches import (
+    Batch,
+    forward_rows,
+    join,
+    merge,
+    response_rows,
+    response_window,
+    split,
+    take,
+)
 from trace_jax.rl.corrections import correction_weights
 from trace_jax.rl.logprobs import centering_term, chunked_logprobs, top_logprobs
 from trace_jax.rl.losses import (
@@ -22,6 +32,7 @@ from trace_jax.rl.losses import (
     policy_loss,
 )
 from trace_jax.rl.mismatch import logprob_ledger
+from trace_jax.rl.packing import Packing, pack
 from trace_jax.rl.staleness import apply_staleness, ledger_by_lag
 from trace_jax.rollout import Rollout
 
@@ -43,28 +54,6 @@ class TrainState:
     version: jax.Array
     bad_steps: jax.Array
     skipped: jax.Array
-
-
-class Batch(NamedTuple):
-    """N rows as the loss consumes them; R is the response budget.
-
-    Fields are [N, S] by token or [N, R] by response token; `routes` and guidance
-    have layers first.
-    """
-
-    tokens: jax.Array  # int32 [N, S]
-    valid: jax.Array  # bool [N, S]
-    prompt_length: jax.Array  # int32 [N]
-    mask: jax.Array  # bool [N, R]
-    logp_rollout: jax.Array  # FP32 [N, R]
-    advantages: jax.Array  # FP32 [N]
-    weights: jax.Array  # FP32 [N, R], aggregation weights of the optimizer step
-    old_logp: jax.Array | None  # FP32 [N, R]
-    ref_logp: jax.Array | None  # FP32 [N, R]
-    sampler: tuple[jax.Array, jax.Array] | None  # likeliest int32, log-probs FP32 [N, R, k]
-    routes: jax.Array | None  # int32 [layers, N, S, top_k]
-    guidance: Guidance | None
-    guard: jax.Array | None  # FP32 [N, S]
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
@@ -102,13 +91,6 @@ def apply_gradients(state: TrainState, grads, tx) -> tuple[TrainState, dict]:
     return state, {"grad_norm": norm, "skipped": bad.astype(jnp.float32)}
 
 
-def response_window(x: jax.Array, prompt_length: jax.Array, width: int) -> jax.Array:
-    """x [N, S, ...] at the response positions: [N, width, ...]; beyond S its end repeats."""
-    at = prompt_length[:, None] + jnp.arange(width)[None]
-    at = jnp.minimum(at, x.shape[1] - 1)
-    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
 class Learner:
     """Compiled functions of one configuration: `update`, `score`, `audit`, `sampler_head`.
 
@@ -136,17 +118,9 @@ class Learner:
     # --- forward ---------------------------------------------------------------
 
     def _forward(self, params, batch: Batch, numerics: Numerics, remat: bool) -> model.Output:
-        return model.apply(
-            self.config.model,
-            params,
-            batch.tokens,
-            numerics,
-            valid=batch.valid,
-            guidance=batch.guidance,
-            guard=batch.guard,
-            routes=batch.routes,
-            remat=remat,
-        )
+        rows = forward_rows(batch, self.ways)
+        tokens = rows.pop("tokens")
+        return model.apply(self.config.model, params, tokens, numerics, **rows, remat=remat)
 
     @property
     def _head(self) -> dict:
@@ -157,9 +131,8 @@ class Learner:
         """Log-probs, entropy and centring term (or None) FP32 [N, R] of the response tokens,
         and the balance loss."""
         out = self._forward(params, batch, self.numerics, remat)
-        width = batch.mask.shape[1]
-        hidden = response_window(out.hidden, batch.prompt_length - 1, width)
-        targets = response_window(batch.tokens, batch.prompt_length, width)
+        hidden = response_rows(out.hidden, batch, self.ways)
+        targets = response_window(batch.tokens, batch.prompt_length, batch.mask.shape[1])
         unembedding = model.unembedding(params, out.hidden.dtype)
         logp, entropy = chunked_logprobs(hidden, unembedding, targets, **self._head)
         centre = None
@@ -167,10 +140,12 @@ class Learner:
             centre = centering_term(hidden, unembedding, *batch.sampler, **self._head)
         return logp, entropy, centre, out.balance
 
-    def _score(self, params, rollout: Rollout, version) -> jax.Array:
+    def _score(self, params, rollout: Rollout, version, packing=None) -> jax.Array:
         """FP32 [N, R] log-probs of the sampled tokens under `params`, no gradient."""
-        empty = jnp.zeros(rollout.tokens.shape[0])
-        return self._logprobs(params, self._batch(rollout, empty, version))[0]
+        batch = self._batch(rollout, jnp.zeros(rollout.tokens.shape[0]), version)
+        parts = split(batch._replace(packing=packing), self.pieces, self.ways)
+        logp = jax.lax.map(lambda part: self._logprobs(params, part)[0], parts)
+        return merge(logp, self.ways)
 
     def _sampler_head(self, params, rollout: Rollout):
         """The sampler's likeliest tokens at each response token: (int32, FP32) [N, R, k].
@@ -197,13 +172,25 @@ class Learner:
         """The trainer's whole codes and routes on the rollout's audit rows."""
         rows = self.config.ledger.audit_rows
         batch = self._batch(rollout, jnp.zeros(rollout.tokens.shape[0]), version)
-        batch = _take(batch, lambda a, axis: jax.lax.slice_in_dim(a, 0, rows, axis=axis))
+        batch = take(batch, lambda a, axis: jax.lax.slice_in_dim(a, 0, rows, axis=axis))
         # Routes are the live router's here: their agreement is what is asked.
         free = batch._replace(routes=None)
         live = self._forward(params, free, self.numerics, False).record.routes
         return self._forward(params, batch, self.audit_numerics, False).record.audit, live
 
     # --- batch -------------------------------------------------------------------
+
+    @property
+    def pieces(self) -> int:
+        """Micro-batches of a whole rollout."""
+        return self.config.rl.minibatches * self.config.rl.micro_batches
+
+    def packing(self, lengths: np.ndarray) -> Packing | None:
+        """How sequences of `lengths` int [N] share the forward's rows; None: one a row."""
+        c = self.config
+        if not c.rl.pack_length:
+            return None
+        return pack(lengths, c.max_length, c.rl.pack_length, self.ways * self.pieces)
 
     def _batch(
         self, rollout: Rollout, advantages, version, old=None, ref=None, live=None, sampler=None
@@ -276,7 +263,7 @@ class Learner:
         weights = aggregation_weights(
             batch.mask, self.settings["aggregation"], max_length=self.config.task.max_response
         )
-        micro = _split(batch._replace(weights=weights), self.config.rl.micro_batches, self.ways)
+        micro = split(batch._replace(weights=weights), self.config.rl.micro_batches, self.ways)
 
         def add(total, part):
             (loss, aux), grads = jax.value_and_grad(self._loss, has_aux=True)(state.params, part)
@@ -285,11 +272,19 @@ class Learner:
         zero = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, state.params))
         (loss, grads), (metrics, logp) = jax.lax.scan(add, zero, micro)
         state, stepped = apply_gradients(state, grads, self.tx)
-        metrics = _join(metrics)
-        return state, ({**metrics, **stepped, "loss": loss}, _merge(logp, self.ways))
+        metrics = join(metrics)
+        return state, ({**metrics, **stepped, "loss": loss}, merge(logp, self.ways))
 
     def _update(
-        self, state: TrainState, rollout: Rollout, advantages, live, old, ref, sampler=None
+        self,
+        state: TrainState,
+        rollout: Rollout,
+        advantages,
+        live,
+        old,
+        ref,
+        sampler=None,
+        packing=None,
     ):
         """One update: `rl.minibatches` optimizer steps on one rollout.
 
@@ -299,6 +294,7 @@ class Learner:
           old, ref: FP32 [N, R] or None; None for `old` means the learner's own
             log-probs of the same forward (ratio exactly 1).
           sampler: what `sampler_head` gives, with rl.score_centering; else None.
+          packing: what `packing` gives.
 
         Returns:
           new state (version + 1), metrics with the mismatch ledger of the first pass
@@ -308,69 +304,15 @@ class Learner:
             width = self.config.task.max_response
             old = response_window(rollout.logp, rollout.prompt_length, width)
         batch = self._batch(rollout, advantages, state.version, old, ref, live, sampler)
+        batch = batch._replace(packing=packing)
         lag = state.version - rollout.version
-        steps = _split(batch, self.config.rl.minibatches, self.ways)
+        steps = split(batch, self.config.rl.minibatches, self.ways)
         state, (metrics, logp) = jax.lax.scan(self._step, state, steps)
-        metrics = _join(metrics)
-        compared = (_merge(logp, self.ways), batch.logp_rollout, batch.mask, advantages)
+        metrics = join(metrics)
+        compared = (merge(logp, self.ways), batch.logp_rollout, batch.mask, advantages)
         ledger = logprob_ledger(*compared)
         if most := self.config.rl.max_version_lag:
             ledger |= ledger_by_lag(*compared, lag, most)
         metrics |= {f"mismatch/{k}": v for k, v in ledger.items()}
         metrics["bad_steps"] = state.bad_steps
         return state.replace(version=state.version + 1), metrics
-
-
-def _take(batch: Batch, cut) -> Batch:
-    """Applies cut(array, axis of N) to every array of a batch."""
-    rows = lambda tree: jax.tree.map(lambda a: cut(a, 0), tree)
-    layers = lambda tree: jax.tree.map(lambda a: cut(a, 1), tree)
-    fields = {f: rows(getattr(batch, f)) for f in Batch._fields if f not in ("routes", "guidance")}
-    guidance = batch.guidance
-    if guidance is not None:
-        guidance = Guidance(
-            layers(guidance.sites), cut(guidance.recorded, 0), cut(guidance.version, 0)
-        )
-    return Batch(**fields, routes=layers(batch.routes), guidance=guidance)
-
-
-def _split(batch: Batch, parts: int, ways: int) -> Batch:
-    """Cuts N into `parts` pieces on a new leading axis; groups stay whole.
-
-    Each piece takes a run of the rows of each of `ways` devices, so that none moves.
-    """
-
-    def cut(a, axis):
-        size = a.shape[axis] // (ways * parts)
-        a = a.reshape(*a.shape[:axis], ways, parts, size, *a.shape[axis + 1 :])
-        a = jnp.moveaxis(a, axis + 1, 0)
-        return a.reshape(*a.shape[: axis + 1], ways * size, *a.shape[axis + 3 :])
-
-    return _take(batch, cut)
-
-
-def _merge(pieces: jax.Array, ways: int) -> jax.Array:
-    """[parts, n, ...] as `_split` cuts it, back to [N, ...] in the order of the batch."""
-    parts, rows, *rest = pieces.shape
-    pieces = pieces.reshape(parts, ways, rows // ways, *rest)
-    return jnp.moveaxis(pieces, 0, 1).reshape(parts * rows, *rest)
-
-
-COUNTS = ("tokens", "missing", "dropped_sequences", "skipped")
-
-
-def _join(metrics: dict) -> dict:
-    """Joins metrics [parts] of micro- or minibatches: token-weighted means, maxima, counts."""
-    tokens = metrics["tokens"]
-    share = tokens / jnp.maximum(jnp.sum(tokens), 1.0)
-    joined = {}
-    for name, value in metrics.items():
-        if name.endswith(COUNTS):
-            joined[name] = jnp.sum(value)
-        elif name.endswith("_max"):
-            joined[name] = jnp.max(value)
-        else:
-            joined[name] = jnp.sum(value * share)
-    return joined
-
-
