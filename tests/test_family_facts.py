@@ -10,7 +10,7 @@ import pytest
 
 import trace_jax
 from trace_jax.model.attention import visible
-from trace_jax.model.moe import swiglu
+from trace_jax.model.experts import swiglu
 
 
 def test_gpt_oss_clamps_its_swiglu():

@@ -112,15 +112,16 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array
     """x [rows, K] times weight [experts, N, K] of each row's expert: FP32 [rows, N].
 
     Accumulates in FP32, gradients included; a gradient is returned in its operand's
-    dtype. Experts without rows get a zero gradient.
+    dtype. A weight held in FP32 is used in x's, so that only its gradient keeps all bits.
+    Experts without rows get a zero gradient.
     """
-    product = _product(x.dtype)
+    product, weight = _product(x.dtype), weight.astype(x.dtype)
     out = product("tmk,tnk->tmn", _tiles(x, groups), weight[groups.tile_expert])
     return out.reshape(x.shape[0], -1)
 
 
 def _backward(residual, g):
-    x, weight, groups = residual
+    x, weight, groups, held = residual
     product = _product(x.dtype)
     g = _tiles(g.astype(x.dtype), groups)
     dx = product("tmn,tnk->tmk", g, weight[groups.tile_expert]).reshape(x.shape)
@@ -130,9 +131,12 @@ def _backward(residual, g):
     by_expert = jnp.einsum(
         "et,tnk->enk", owner, by_tile, precision=jax.lax.Precision.HIGHEST
     )
-    return dx.astype(x.dtype), by_expert.astype(weight.dtype), _int_zeros(groups)
+    return dx.astype(x.dtype), by_expert.astype(held.dtype), _int_zeros(groups)
 
 
-grouped_matmul.defvjp(
-    lambda x, weight, groups: (grouped_matmul(x, weight, groups), (x, weight, groups)), _backward
-)
+def _forward(x, weight, groups):
+    held = jnp.zeros(0, weight.dtype)
+    return grouped_matmul(x, weight, groups), (x, weight.astype(x.dtype), groups, held)
+
+
+grouped_matmul.defvjp(_forward, _backward)

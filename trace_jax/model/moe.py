@@ -1,5 +1,6 @@
 """Routed experts: FP32 router, dropless dispatch, FP4 products."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,17 +10,11 @@ from flax import linen as nn
 from trace_jax import fp4
 from trace_jax.kernels import expert_matmul
 from trace_jax.kernels.expert_matmul import ExpertWeights
-from trace_jax.kernels.grouped_matmul import (
-    Groups,
-    group_tokens,
-    grouped_matmul,
-    rows_to_slots,
-    slots_to_rows,
-    tokens_to_rows,
-)
 from trace_jax.kernels.top_k import add_parts, choose_experts
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.config_parts import Router
+from trace_jax.model.expert_parallel import over_experts
+from trace_jax.model.experts import Inner, MidGuide, RoutedWeights, SlotOutputs, slot_outputs
 from trace_jax.model.layers import ExpertWeight, Linear, Mlp, expert_weight, product, rounded
 from trace_jax.model.sites import Sites
 
@@ -159,24 +154,30 @@ class MoE(nn.Module):
         return y * jax.nn.sigmoid(gate)
 
     def _experts(self, x, ids, gates, routes, sites: Sites):
-        cfg, precision = self.config, sites.spec.precision
+        cfg = self.config
         experts = max(cfg.num_experts, 1)
         gate_up = self._weight("gate_up", (experts, 2 * cfg.expert_dim, cfg.hidden), sites)
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
         if isinstance(gate_up, ExpertWeights):
             return self._expert_kernels(x, ids, gates, gate_up, down, sites)
-        dtype = x.dtype
-        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(dtype)
-        groups = group_tokens(ids.reshape(-1, cfg.slots), experts)
-        rows = tokens_to_rows(x.reshape(-1, cfg.hidden), groups)
-        gate_up_bias, down_bias = self._biases(experts)
-        gate_up = _add_bias(_product(rows, gate_up, groups), gate_up_bias, groups)
-        mid = sites.perturb("expert_mid", rounded(swiglu(gate_up, cfg.swiglu_limit), dtype))
-        if precision.expert_mid is not None:
-            mid = self._quantize_mid(mid, ids, routes, groups, sites).astype(dtype)
-        y = _add_bias(_product(mid, down, groups), down_bias, groups)
-        y = jnp.sum(rows_to_slots(y, groups) * gates[..., None], axis=1)
-        return rounded(y.reshape(x.shape), dtype)
+        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(x.dtype)
+        weights = RoutedWeights(gate_up, down, *self._biases(experts))
+        out = self._routed(x, ids, weights, self._guide_of_mid(ids, routes, sites), sites)
+        if out.mid is not None:
+            sites.leave("expert_mid", *out.mid)
+        y = jnp.sum(out.value.reshape(*gates.shape, -1) * gates[..., None], axis=1)
+        return rounded(y.reshape(x.shape), x.dtype)
+
+    def _routed(self, x, ids, weights: RoutedWeights, guide, sites: Sites) -> SlotOutputs:
+        """Outputs by slot, [B, S, slots, ...], of the experts here or on other devices."""
+        noise, key = sites.inputs.noise, sites.inputs.noise_key
+        how = Inner(self.config.swiglu_limit, sites.spec.precision.expert_mid, sites.plan, noise)
+        if sites.layout is not None:
+            run = partial(slot_outputs, how, nobody=True)
+            return over_experts(sites.layout, run, x, ids, weights, guide, key)
+        flat = partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
+        out = slot_outputs(how, flat(x), flat(ids), weights, flat(guide), key)
+        return jax.tree.map(lambda a: a.reshape(*ids.shape[:2], *a.shape[1:]), out)
 
     def _expert_kernels(self, x, ids, gates, gate_up, down, sites: Sites):
         """The same by the rollout's kernels, which want rows in the order of their experts."""
@@ -217,25 +218,14 @@ class MoE(nn.Module):
         ]
         return [rounded(bias, cfg.dtype).astype(jnp.float32) for bias in biases]
 
-    def _quantize_mid(self, mid, ids, routes, groups: Groups, sites: Sites):
-        """Quantizes rows [rows, expert_dim]; guidance and records are by slot."""
-        shape = ids.shape  # [B, S, slots]
+    def _guide_of_mid(self, ids, routes, sites: Sites) -> MidGuide | None:
+        """Guidance of the inner site by slot, [B, S, slots, ...]."""
         match = None
         if routes is not None:
             # A slot that another expert took holds no guidance for this one.
             match = jnp.where(routes == NOT_RECORDED, False, routes == ids)
         guide = sites.guide("expert_mid", match)
-        if guide is not None:
-
-            def by_row(a):
-                return slots_to_rows(a.reshape(-1, *a.shape[2:]), groups)
-
-            stored, obey, guard = jax.tree.map(by_row, (guide.stored, guide.obey, guide.guard))
-            guide = fp4.Guide(stored, sites.plan, obey, guard)
-        out = fp4.quantize_site(mid, sites.spec.precision.expert_mid, guide)
-        by_slot = [rows_to_slots(a, groups) for a in (out.codes, out.scale_bytes, out.outer)]
-        sites.leave("expert_mid", *(a.reshape(*shape, -1) for a in by_slot))
-        return out.value
+        return None if guide is None else MidGuide(guide.stored, guide.obey, guide.guard)
 
     def _weight(self, name, shape, sites: Sites) -> ExpertWeight | ExpertWeights:
         """The weight `name`, in whatever form the parameters hold it."""
@@ -247,35 +237,3 @@ class MoE(nn.Module):
             return weight
         fmt = sites.spec.precision.expert_weight
         return expert_weight(weight, fmt, jnp.dtype(self.config.dtype))
-
-
-def swiglu(gate_up: jax.Array, limit: float = 0.0) -> jax.Array:
-    """Gated activation of FP32 [..., 2 n], gate first, to [..., n].
-
-    Without a limit SiLU(gate) * up. With one it is GPT-OSS's: gate clamped from above,
-    up on both sides, gate * sigmoid(1.702 gate) * (up + 1).
-    """
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    if not limit:
-        return jax.nn.silu(gate) * up
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-
-
-def _add_bias(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:
-    """Rows [rows, N] plus the bias [experts, N] of each row's expert."""
-    if bias is None:
-        return y
-    tiles = groups.tile_expert.shape[0]
-    rows = y.reshape(tiles, -1, y.shape[-1])
-    return (rows + bias[groups.tile_expert][:, None]).reshape(y.shape)
-
-
-def _product(rows, weight: ExpertWeight, groups: Groups) -> jax.Array:
-    """FP32 rows x weight^T of each row's expert, outer scale included."""
-    y = grouped_matmul(rows, weight.values, groups)
-    if weight.outer is None:
-        return y
-    tiles = groups.tile_expert.shape[0]
-    outer = weight.outer[groups.tile_expert]  # [tiles, 1, 1]
-    return (y.reshape(tiles, -1, y.shape[-1]) * outer).reshape(y.shape)

@@ -22,6 +22,7 @@ from trace_jax.fp4 import (
 )
 from trace_jax.kernels.fake_quantize import fake_quantize_rows
 from trace_jax.model.config import LayerKind
+from trace_jax.model.expert_parallel import Layout
 from trace_jax.model.layers import rounded
 
 
@@ -80,26 +81,38 @@ class SiteOutputs:
     audit: dict[str, Codes] = struct.field(default_factory=dict)
 
 
+def perturbed(site: str, x: jax.Array, key: jax.Array | None, noise: float) -> jax.Array:
+    """x with relative noise of size `noise`, in x's dtype; x itself without a key or noise."""
+    if key is None or not noise:
+        return x
+    key = jax.random.fold_in(key, fp4.SITES.index(site))
+    drawn = noise * jax.random.normal(key, x.shape, jnp.float32)
+    return rounded(x.astype(jnp.float32) * (1 + drawn), x.dtype)
+
+
 class Sites:
     """The sites of one layer during one trace; collects what they leave.
 
     `decoding`: a rollout's program, which may take ops that do a step's small work in one
-    launch and have no gradient.
+    launch and have no gradient. `layout`: how tokens lie over devices that share the experts;
+    None where every device has them all.
     """
 
     def __init__(
-        self, spec: LayerSpec, plan: GuidancePlan, inputs: SiteInputs, decoding: bool = False
+        self,
+        spec: LayerSpec,
+        plan: GuidancePlan,
+        inputs: SiteInputs,
+        decoding: bool = False,
+        layout: Layout | None = None,
     ):
         self.spec, self.plan, self.inputs, self.decoding = spec, plan, inputs, decoding
+        self.layout = layout
         self.outputs = SiteOutputs(recorded={}, audit={})
 
     def perturb(self, site: str, x: jax.Array) -> jax.Array:
         """x with the relative noise that stands for a foreign engine, in x's dtype."""
-        if self.inputs.noise_key is None or not self.inputs.noise:
-            return x
-        key = jax.random.fold_in(self.inputs.noise_key, fp4.SITES.index(site))
-        noise = self.inputs.noise * jax.random.normal(key, x.shape, jnp.float32)
-        return rounded(x.astype(jnp.float32) * (1 + noise), x.dtype)
+        return perturbed(site, x, self.inputs.noise_key, self.inputs.noise)
 
     def guide(self, site: str, match: jax.Array | None = None) -> Guide | None:
         """Guide of a site with rows [B, S, rows]; `match` [B, S, rows] narrows where to obey."""

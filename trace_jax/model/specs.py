@@ -12,6 +12,7 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.config import ModelConfig
+from trace_jax.model.expert_parallel import Layout
 from trace_jax.model.sites import Codes, LayerSpec
 
 T = TypeVar("T")
@@ -49,10 +50,14 @@ class Record:
 
 
 class Numerics(NamedTuple):
-    """Static numerics of a forward: one LayerSpec a layer, and the plan of its guidance."""
+    """Static numerics of a forward: one LayerSpec a layer, and the plan of its guidance.
+
+    `layout`: where tokens and experts lie, or None; the numbers are the same.
+    """
 
     layers: tuple[LayerSpec, ...]
     plan: GuidancePlan = fp4.NO_GUIDANCE
+    layout: Layout | None = None
 
 
 def numerics(
@@ -63,6 +68,7 @@ def numerics(
     guide: bool = False,
     record: bool = False,
     audit_rows: int = 0,
+    layout: Layout | None = None,
 ) -> Numerics:
     """Numerics of a forward that guides by, or records for, `plan`.
 
@@ -74,7 +80,7 @@ def numerics(
         here = tuple(site for site, chosen in planned.items() if i in chosen)
         guided, recorded = here if guide else (), here if record else ()
         layers.append(LayerSpec(formats_, guided, recorded, audit_rows, kind))
-    return Numerics(tuple(layers), plan)
+    return Numerics(tuple(layers), plan, layout)
 
 
 def planned_layers(config, precision, plan) -> dict[str, tuple[int, ...]]:

@@ -209,7 +209,7 @@ def apply(
         positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
     if valid is None:
         valid = jnp.ones((batch, length), bool)
-    x = stored(params["embed"], config.dtype)[tokens]
+    x = stored(params["embed"][tokens], config.dtype)
 
     def step(spec, carry, inputs: LayerInputs, layer_cache, window):
         x, balance = carry
@@ -220,7 +220,8 @@ def apply(
             noise_key=inputs.noise_key,
             noise=noise,
         )
-        sites = Sites(spec, numerics.plan, site_inputs, decoding=pages is not None)
+        decoding = pages is not None
+        sites = Sites(spec, numerics.plan, site_inputs, decoding, numerics.layout)
         where = (positions, valid, sites, layer_cache, inputs.routes, window, pages, segments)
         layer = DecoderLayer(config, spec.kind)
         x, layer_cache, ids, layer_balance = layer.apply({"params": inputs.params}, x, *where)
