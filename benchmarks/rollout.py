@@ -1,6 +1,6 @@
 """Decode speed of the continuous engine: `python -m benchmarks.rollout` (one H200).
 
-Weights are random, the cache is filled with random keys and values, and every slot decodes
+Weights are random, pages and states are filled with random values, and every slot decodes
 through the engine's own dispatches, host work included. FP4 (NVFP4 experts, their two inputs
 and KV) and BF16 run in the same engine with the same kernels' twins, in one run. Writes
 results/rollout_h200.json: a header (hardware, versions, commit, copy bandwidth of the same
@@ -35,6 +35,8 @@ from trace_jax import fp4, model, sync
 from trace_jax.config import freeze
 from trace_jax.fp4 import BF16_POLICY, GuidancePlan, PrecisionPolicy, Rule
 from trace_jax.kernels import cuda_build, dispatch, kv_pages
+from trace_jax.kernels.kv_pages import KVPages
+from trace_jax.model.paged import Stored
 from trace_jax.rollout import store
 from trace_jax.rollout.continuous import ContinuousEngine
 from trace_jax.rollout.programs import CacheConfig, ProgramConfig, Slots, decode, empty_pools
@@ -102,27 +104,41 @@ class Case:
 
 def random_params(config, format_: str) -> dict:
     """Rollout parameters in the kernels' layout, made layer by layer on the device."""
-    one = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
     precision = precision_of(format_, 1)
 
-    @jax.jit
-    def draw(key):
-        return sync.by_layer(sync.to_rollout(model.init(one, key), precision), kernels=True)
+    @partial(jax.jit, static_argnums=0)
+    def draw(kind, key):
+        drawn = model.init(one_layer(config, kind), key)
+        return sync.by_layer(sync.to_rollout(drawn, precision), kernels=True)
 
     keys = jax.random.split(jax.random.key(0), config.num_layers)
-    first = draw(keys[0])
-    layers = [first["layers"][0]]
-    for key in keys[1:]:
-        layers.append(draw(key)["layers"][0])
-    return {**first, "layers": tuple(layers)}
+    first, *rest = zip(config.layer_kinds, keys, strict=True)
+    params = draw(*first)
+    layers = [params["layers"][0]] + [draw(*layer)["layers"][0] for layer in rest]
+    return {**params, "layers": tuple(layers)}
+
+
+def one_layer(config, kind):
+    """The model with one layer alone, of a kind."""
+    every = 2 if kind.linear else 1
+    windows = config.windows[:1]
+    return dataclasses.replace(config, num_layers=1, windows=windows, full_attention_every=every)
 
 
 def precision_of(format_: str, layers: int):
     return (BF16_POLICY if format_ == "bf16" else NVFP4).resolve(layers)
 
 
-def fill(pool):
-    """Random keys and values in every page of a pool, from a few hundred different pages."""
+def fill(stored: Stored) -> Stored:
+    """Random keys and values in every page of a layer, and random states."""
+    random = lambda a: jax.random.normal(jax.random.key(2), a.shape, a.dtype)
+    rings = isinstance(stored.state, KVPages)
+    state = fill_pages(stored.state) if rings else jax.tree.map(random, stored.state)
+    return Stored(None if stored.pages is None else fill_pages(stored.pages), state)
+
+
+def fill_pages(pool: KVPages) -> KVPages:
+    """Random keys and values in every page, from a few hundred different pages."""
     few = min(256, pool.data.shape[0])
     shape = (few, kv_pages.PAGE, pool.kv_heads, pool.head_size)
     k, v = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
@@ -194,8 +210,9 @@ def compile_all(cases, config, shapes) -> dict[Case, concurrent.futures.Future]:
 
 
 def occupy(engine: ContinuousEngine, case: Case) -> None:
-    """A running sequence of `context` tokens in every slot, with pages that are filled."""
-    engine._pools = tuple(jax.jit(fill, donate_argnums=0)(pool) for pool in engine._pools)
+    """A running sequence of `context` tokens in every slot, pages and states filled."""
+    filled = jax.jit(fill, donate_argnums=0)
+    engine._pools = tuple(filled(stored) for stored in engine._pools)
     engine._keys[:] = np.asarray(
         jax.random.key_data(jax.random.split(jax.random.key(1), case.batch))
     )
@@ -266,9 +283,22 @@ def ceiling_ms(case: Case, config, engine, copy: float) -> float:
         dense += sum(a.nbytes for a in jax.tree.leaves(layer)) - moe
         experts += moe
     hit = 1 - (1 - config.top_k / config.num_experts) ** case.batch
-    tokens = engine.config.cache.pages * kv_pages.PAGE
-    kv = sum(a.nbytes for a in jax.tree.leaves(engine._pools)) / tokens * case.batch * case.context
-    return (dense + hit * experts + kv) / copy / 1e3
+    cache = sum(
+        stored_bytes(case, stored, window, engine.config.cache.pages)
+        for stored, window in zip(
+            engine._pools, config.windows or [0] * config.num_layers, strict=True
+        )
+    )
+    return (dense + hit * experts + cache) / copy / 1e3
+
+
+def stored_bytes(case: Case, stored: Stored, window: int, pages: int) -> float:
+    """Bytes of a layer's keys, values and states that a step must move."""
+    held = lambda tree: sum(a.nbytes for a in jax.tree.leaves(tree))
+    seen = min(case.context, window or case.context)
+    read = held(stored.pages) / (pages * kv_pages.PAGE) * case.batch * seen
+    # States of linear attention are read and written, rings of recent tokens only read.
+    return read + held(stored.state) * (1 if isinstance(stored.state, KVPages) else 2)
 
 
 def run_case(case: Case, config, params, compiled, copy: float) -> dict:
@@ -379,7 +409,8 @@ def copy_bandwidth() -> float:
 def main(_):
     config = freeze(CONFIG.value).model
     if FLAGS.layers:
-        config = dataclasses.replace(config, num_layers=FLAGS.layers)
+        windows = config.windows[: FLAGS.layers]
+        config = dataclasses.replace(config, num_layers=FLAGS.layers, windows=windows)
     if FLAGS.mix:
         path = pathlib.Path(FLAGS.out)
         have = json.loads(path.read_text()) if path.exists() else {"rows": []}
@@ -430,22 +461,25 @@ def compare(rows: list[dict]) -> None:
 
 def refit(config) -> dict:
     """Seconds from BF16 parameters of every layer to the rollout's, on the device."""
-    one = dataclasses.replace(config, num_layers=1, windows=config.windows[:1])
     bf16 = lambda a: a.astype(jnp.bfloat16)
-    draw = jax.jit(lambda key: jax.tree.map(bf16, model.init(one, key)))
-    layers = [draw(key) for key in jax.random.split(jax.random.key(0), config.num_layers)]
-    layers = [params["layers"] for params in layers]
+
+    @partial(jax.jit, static_argnums=0)
+    def draw(kind, key):
+        return jax.tree.map(bf16, model.init(one_layer(config, kind), key)["layers"])
+
+    keys = jax.random.split(jax.random.key(0), config.num_layers)
+    layers = [draw(kind, key) for kind, key in zip(config.layer_kinds, keys, strict=True)]
     precision = precision_of("nvfp4", 1)
 
     @jax.jit
-    def one_layer(stacks):
+    def renew(stacks):
         return sync.by_layer(sync.to_rollout({"layers": stacks}, precision), kernels=True)
 
-    jax.block_until_ready(one_layer(layers[0]))
+    jax.block_until_ready([renew(stacks) for stacks in layers])
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        jax.block_until_ready([one_layer(stacks) for stacks in layers])
+        jax.block_until_ready([renew(stacks) for stacks in layers])
         times.append(time.perf_counter() - start)
     row = {
         "model": _model_name(), "commit": FLAGS.commit,

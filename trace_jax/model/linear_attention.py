@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.layers import Linear, RMSNorm, normal_init, product, rounded
+from trace_jax.model.remat import keepable
 
 CHUNK = 64  # tokens whose corrections are solved for at once
 
@@ -65,7 +66,7 @@ class LinearAttention(nn.Module):
         out = out.astype(jnp.float32) * jax.nn.silu(gate).reshape(out.shape)
         out = rounded(out, x.dtype).reshape(*x.shape[:2], -1)
         cache = None if cache is None else {"conv": conv, "matrix": matrix}
-        return linear(self.config.hidden, name="o")(out), cache
+        return linear(self.config.hidden, name="o")(keepable(out, "attention_out")), cache
 
     def _before(self, positions, valid, cache):
         if cache is None:
@@ -137,11 +138,16 @@ def delta_rule(q, k, v, log_decay, rate, state):
 
 
 def _one(state, q, k, v, log_decay, rate):
-    """One token: q, k [B, H, K], v [B, H, V]."""
-    state = state * jnp.exp(log_decay)[..., None, None]
-    missing = (v - product("bhk,bhkv->bhv", k, state)) * rate[..., None]
-    state = state + k[..., None] * missing[..., None, :]
-    return state, product("bhk,bhkv->bhv", q, state)
+    """One token: q, k [B, H, K], v [B, H, V].
+
+    The states are most of what a decode step moves, so they are read for k and q at once, before
+    the correction, and written once: q^T (a S + k u^T) = a q^T S + (q^T k) u^T.
+    """
+    decay = jnp.exp(log_decay)[..., None]
+    read = product("bhck,bhkv->bhcv", jnp.stack([k, q], axis=2), state) * decay[..., None]
+    missing = (v - read[:, :, 0]) * rate[..., None]
+    state = state * decay[..., None] + k[..., None] * missing[..., None, :]
+    return state, read[:, :, 1] + jnp.sum(q * k, axis=-1, keepdims=True) * missing
 
 
 def _chunk(state, inputs):
