@@ -213,17 +213,6 @@ REFUSED = [
     ({"model.dense_layers": 9}, "model: model: dense_layers is 9; write less than num_layers"),
     ({"model.router.groups": 3}, "model: model: router.groups is 3; write a divisor of num_expert"),
     ({"model.rotary_fraction": 0.0}, "model: model: rotary_fraction is 0.0; write a share of head"),
-    (
-        {
-            "rollout.engine": "continuous",
-            "model.full_attention_every": 2,
-            "model.delta.key_heads": 1,
-            "model.delta.value_heads": 1,
-            "model.delta.key_dim": 8,
-            "model.delta.value_dim": 8,
-        },
-        "rollout.engine is 'continuous', whose KV pages hold neither latents",
-    ),
     ({"model.latent.kv_rank": 8}, "model: model: head_dim is 16; write latent.nope_dim"),
     ({"model.vocab_size": 256}, "model.vocab_size is 256; write 259 or more"),
     ({"seed": -1}, "seed is -1; write a number from 0 to 2147483647"),

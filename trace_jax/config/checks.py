@@ -239,12 +239,6 @@ def _model(c) -> None:
         f"model.vocab_size is {c.model.vocab_size}; write {ByteTokenizer.vocab_size} or more, "
         "the byte tokenizer's ids",
     )
-    paged = c.model.full_attention_every == 1 and not c.model.latent.kv_rank
-    require(
-        paged or c.rollout.engine == "batch",
-        f"rollout.engine is {c.rollout.engine!r}, whose KV pages hold neither latents nor linear "
-        "attention's states; write rollout.engine='batch'",
-    )
 
 
 def _kv(c) -> None:
