@@ -66,8 +66,8 @@ def _shared_or_continuous(kind: str, config, **settings):
 
 
 @cache
-def _shared_learner(config, mode, ways) -> Learner:
-    learner = Learner(config, mode, ways)
+def _shared_learner(config, mode, layout) -> Learner:
+    learner = Learner(config, mode, layout)
     for name, donated in (("update", 0), ("score", ()), ("audit", ())):
         run = jax.jit(
             getattr(learner, f"_{name}"), donate_argnums=donated, compiler_options=QUICK
@@ -76,26 +76,27 @@ def _shared_learner(config, mode, ways) -> Learner:
     return learner
 
 
-def shared_learner(config: Config, mode, ways: int = 1) -> Learner:
+def shared_learner(config: Config, mode, layout=None) -> Learner:
     """One learner for all configurations that differ in what a learner does not read."""
     same = dict(mode="bf16", seed=0, data_seed=0, warmup=settings.WarmupConfig())
     steps = dataclasses.replace(config.rl, steps=0)
     checkpoint = settings.CheckpointConfig()
     return _shared_learner(
-        dataclasses.replace(config, rl=steps, checkpoint=checkpoint, **same), mode, ways
+        dataclasses.replace(config, rl=steps, checkpoint=checkpoint, **same), mode, layout
     )
 
 
 @cache
-def _shared_warm_start(config: Config):
-    warm = WarmStart(config)
+def _shared_warm_start(config: Config, layout):
+    warm = WarmStart(config, layout)
     warm.step = jax.jit(warm._step, donate_argnums=0, compiler_options=QUICK)
     return warm
 
 
-def shared_warm_start(config: Config):
+def shared_warm_start(config: Config, layout=None):
     rl, checkpoint = dataclasses.replace(config.rl, steps=0), settings.CheckpointConfig()
-    return _shared_warm_start(dataclasses.replace(config, rl=rl, checkpoint=checkpoint))
+    config = dataclasses.replace(config, rl=rl, checkpoint=checkpoint)
+    return _shared_warm_start(config, layout)
 
 
 def share_compiled(patch) -> None:

@@ -22,7 +22,7 @@ ELEMENT = re.compile(r"\b([a-z]+\d*\w*)\[")
 @pytest.fixture(scope="module", params=[0, 20], ids=["one a row", "packed"])
 def learner(request, tmp_path_factory):
     """(compiled update on eight devices, its state and rollout as shapes)."""
-    rl = {"micro_batches": 2, "pack_length": request.param}
+    rl = {"micro_batches": 2, "prompts_per_step": 16, "pack_length": request.param}
     config = tiny(mesh={"data": 4, "expert": 2}, rl=rl)
     trainer = Trainer(config, tmp_path_factory.mktemp("run"))
     state = trainer.start(trainer.fresh_params())["train"]

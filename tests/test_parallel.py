@@ -26,16 +26,17 @@ def test_there_are_eight_devices():
 @pytest.mark.parametrize(
     "sizes, wanted",
     [
-        ({}, (8, 1, 1, 1)),
-        ({"expert": 4}, (2, 1, 4, 1)),
-        ({"data": 2, "fsdp": 2, "tensor": -1}, (2, 2, 1, 2)),
-        ({"data": 1, "expert": 8}, (1, 1, 8, 1)),
+        ({}, (8, 1, 1, 1, 1)),
+        ({"expert": 4}, (2, 1, 4, 1, 1)),
+        ({"data": 2, "fsdp": 2, "tensor": -1}, (2, 2, 1, 2, 1)),
+        ({"data": 1, "expert": 8}, (1, 1, 8, 1, 1)),
+        ({"context": 2}, (4, 1, 1, 1, 2)),
     ],
 )
 def test_a_mesh_has_the_configured_sizes(sizes, wanted):
     mesh = make_mesh(MeshConfig(**sizes))
     assert tuple(mesh.shape.values()) == wanted
-    assert tuple(mesh.axis_names) == ("data", "fsdp", "expert", "tensor")
+    assert tuple(mesh.axis_names) == ("data", "fsdp", "expert", "tensor", "context")
 
 
 def test_a_mesh_may_span_some_of_the_devices():
@@ -52,9 +53,10 @@ def test_sizes_that_do_not_multiply_to_the_devices_are_refused():
 def test_rows_lie_over_the_data_axes_or_the_error_says_what_to_write():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, expert=2))
     rows = shard_rows({"x": jnp.arange(24).reshape(8, 3)}, mesh)["x"]
-    assert {s.data.shape for s in rows.addressable_shards} == {(2, 3)}
+    assert {s.data.shape for s in rows.addressable_shards} == {(1, 3)}
     np.testing.assert_array_equal(rows, np.arange(24).reshape(8, 3))
-    with pytest.raises(ConfigError, match=r"batch of 6 rows .* = 4 devices; write sizes .* of 4"):
+    message = r"batch of 6 rows does not divide over data x fsdp x expert = 8 devices; .* of 8"
+    with pytest.raises(ConfigError, match=message):
         shard_rows(jnp.zeros((6, 3)), mesh)
 
 

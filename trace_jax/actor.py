@@ -11,7 +11,7 @@ from trace_jax.audit import first_rows
 from trace_jax.clock import Clock
 from trace_jax.config import Config
 from trace_jax.draws import Draw
-from trace_jax.parallel import rows_sharding, to_host
+from trace_jax.parallel import ACTOR, rows_sharding, to_host, token_layout
 from trace_jax.play import Played, Player, engine_shape, episode_counts, shard_record
 from trace_jax.pretrained import run_tokenizer
 from trace_jax.rollout import Engine, EngineConfig, Rollout, make_engine
@@ -43,6 +43,7 @@ class Actor:
                 plan=mode.plan,
                 audit_rows=config.ledger.audit_rows,
                 noise=config.rollout.engine_noise,
+                layout=token_layout(mesh, ACTOR),
                 **engine_shape(config, config.rl.samples),
             ),
             mesh=mesh,

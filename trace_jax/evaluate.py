@@ -7,6 +7,7 @@ import numpy as np
 from trace_jax import sync
 from trace_jax.config import Config
 from trace_jax.fp4 import LayerPrecision
+from trace_jax.parallel import ACTOR, token_layout
 from trace_jax.play import Player, engine_shape
 from trace_jax.rollout import EngineConfig, make_engine
 from trace_jax.rollout.sampling import request_keys
@@ -36,6 +37,7 @@ class Evaluator:
                 precision,
                 self.tokenizer.eos_ids,
                 temperature=config.rollout.temperature,
+                layout=token_layout(mesh, ACTOR),
                 **engine_shape(config, config.eval.samples),
             ),
             mesh=mesh,

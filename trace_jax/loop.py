@@ -13,7 +13,7 @@ from trace_jax.checkpoint import Checkpointer
 from trace_jax.config import Config, require, to_dict
 from trace_jax.interrupt import Interrupt
 from trace_jax.metrics import MetricWriter, ProgressLine, read_metrics
-from trace_jax.parallel import any_of, is_first, join, once, shard_params, shard_rows
+from trace_jax.parallel import any_of, is_first, join, once, shard_params, shard_rows, token_layout
 from trace_jax.runs import create_run_dir
 from trace_jax.scoring import choose
 from trace_jax.trainer import Trainer, TrainingStopped
@@ -37,7 +37,7 @@ class Result:
 def warm_start(trainer: Trainer, stream=None) -> dict:
     """Parameters after the supervised warm start (FP32); resumes from its own checkpoint."""
     config, w = trainer.config, trainer.config.warmup
-    warm = WarmStart(config)
+    warm = WarmStart(config, token_layout(trainer.mesh))
     problems, tokenizer = trainer.actor.problems, trainer.actor.tokenizer
     begin = lambda params: shard_params(warm.init(params), trainer.mesh)
     if w.init_from:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trace_jax.config import Config
-from trace_jax.parallel import rows_sharding, shard_rows
+from trace_jax.parallel import ACTOR, rows_sharding, shard_rows
 from trace_jax.rollout import Rollout
 from trace_jax.rollout.record import map_rows
 from trace_jax.scoring import Prompts, budget
@@ -52,7 +52,7 @@ class Player:
         self.samples, self.mesh = samples, mesh
 
     def call(self, params, tokens, lengths, keys, **settings) -> Rollout:
-        rows = shard_rows((tokens, lengths, keys), self.mesh)
+        rows = shard_rows((tokens, lengths, keys), self.mesh, ACTOR)
         return shard_record(self.engine(params, *rows, **settings), self.mesh)
 
     def opening(self, prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:

@@ -18,13 +18,17 @@ from trace_jax.draws import STRIDE, Draw, fill
 from trace_jax.evaluate import Evaluator
 from trace_jax.ledger import code_ledger
 from trace_jax.parallel import (
+    ACTOR,
+    LEARNER,
     check_params,
     make_mesh,
+    named_rows,
     row_ways,
     shard_params,
     shard_rows,
     split_meshes,
     to_host,
+    token_layout,
 )
 from trace_jax.play import shard_record
 from trace_jax.pretrained import run_params
@@ -54,7 +58,7 @@ class Trainer:
         check_params(shapes, self.mesh)
         self.mode = modes.resolve(config)
         self.actor = Actor(config, self.mode, actor_mesh, self.mesh)
-        self.learner = Learner(config, self.mode, row_ways(self.mesh))
+        self.learner = Learner(config, self.mode, token_layout(self.mesh))
         self.queue = RolloutQueue(config.rl.max_version_lag)
         evaluator = functools.cache(
             lambda precision: Evaluator(config, precision, self.mesh, self.actor.tokenizer)
@@ -240,11 +244,11 @@ def _agreement_by_lag(codes: dict, lag: np.ndarray) -> dict:
 
 def _check_rows(config: Config, mesh, actor_mesh) -> None:
     """Refuses before any work what would not divide over the devices later."""
-    ways = row_ways(mesh)
+    generating = row_ways(actor_mesh, ACTOR)
     require(
-        config.rl.prompts_per_step % row_ways(actor_mesh) == 0,
+        config.rl.prompts_per_step % generating == 0,
         f"rl.prompts_per_step is {config.rl.prompts_per_step}; write a multiple of the "
-        f"{row_ways(actor_mesh)} devices that generate",
+        f"{generating} devices that generate",
     )
     parts = config.rl.minibatches * config.rl.micro_batches
     if config.rollout.engine == "continuous" and (reason := refusal(actor_mesh)):
@@ -255,20 +259,21 @@ def _check_rows(config: Config, mesh, actor_mesh) -> None:
         "distributed.* out",
     )
     counts = {
-        "rl.prompts_per_step": config.rl.prompts_per_step,
-        "eval.problems": config.eval.problems,
+        "rl.prompts_per_step": (config.rl.prompts_per_step, LEARNER),
+        "eval.problems": (config.eval.problems, ACTOR),
     }
     if config.warmup.steps and not config.warmup.init_from:
-        counts["warmup.batch_size"] = config.warmup.batch_size
-    for path, count in counts.items():
+        counts["warmup.batch_size"] = config.warmup.batch_size, LEARNER
+    for path, (count, role) in counts.items():
+        cut = f"{named_rows(role)} = {row_ways(mesh, role)}"
         require(
-            count % ways == 0,
-            f"{path} is {count}; write a multiple of the data x fsdp = {ways} devices of the mesh",
+            count % row_ways(mesh, role) == 0,
+            f"{path} is {count}; write a multiple of the {cut} devices of the mesh",
         )
-    prompts = config.rl.prompts_per_step
+    prompts, ways = config.rl.prompts_per_step, row_ways(mesh)
     require(
         prompts % (ways * parts) == 0,
-        f"rl.prompts_per_step is {prompts}; write a multiple of the data x fsdp = {ways} devices "
-        f"times rl.minibatches * rl.micro_batches = {parts}: each piece takes whole groups of "
-        "every device",
+        f"rl.prompts_per_step is {prompts}; write a multiple of the {named_rows()} = {ways} "
+        f"devices times rl.minibatches * rl.micro_batches = {parts}: each piece takes whole "
+        "groups of every device",
     )

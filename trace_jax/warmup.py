@@ -10,6 +10,7 @@ import optax
 
 from trace_jax import model
 from trace_jax.config import Config
+from trace_jax.model.layout import Layout
 from trace_jax.modes import bf16_precision
 from trace_jax.rl.learner import TrainState, apply_gradients, new_state
 from trace_jax.rl.logprobs import chunked_logprobs
@@ -66,10 +67,10 @@ def encode_examples(problems, tokenizer, config: Config) -> tuple[np.ndarray, np
 class WarmStart:
     """Compiled supervised step; state and data order belong to the caller."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, layout: Layout | None = None):
         self.config = config
         self.tx = optimizer(config)
-        self.numerics = model.numerics(config.model, bf16_precision(config))
+        self.numerics = model.numerics(config.model, bf16_precision(config), layout=layout)
         self.step = jax.jit(self._step, donate_argnums=0)
 
     def init(self, params) -> TrainState:

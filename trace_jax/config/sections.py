@@ -147,6 +147,7 @@ class MeshConfig:
     fsdp: int = 1
     expert: int = 1
     tensor: int = 1
+    context: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Experts on several devices: slots travel to the owner of their expert, and outputs back.
+"""Experts and tokens on several devices: slots travel to their experts, and outputs back.
 
 A slot is one of the top_k choices of a token. A device sorts its slots by expert, sends each
 to the device that holds the expert, and gets the FP32 output of that slot back; gates and their
@@ -7,7 +7,8 @@ a slot (its guidance, and the codes that it leaves) takes the same two exchanges
 
 A pair of devices exchanges `HEADROOM` times an even share at once, so that buffers and the
 product over them stay in proportion to the slots. What a crowded expert leaves over goes in
-further rounds, which are skipped when there is nothing: every slot is served.
+further rounds, which are skipped when there is nothing: every slot is served. Where every device
+has all the experts, nothing travels.
 """
 
 from collections.abc import Callable
@@ -20,33 +21,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from trace_jax.model.layout import Layout
+
 AXIS = "expert"
 HEADROOM = 2  # slots that a pair of devices exchanges at once, over an even share
 RAGGED = ("gpu", "tpu")  # platforms where XLA has an all-to-all of unequal parts
-
-
-class Layout(NamedTuple):
-    """How tokens [B, S] lie over a mesh whose axis "expert" holds the experts.
-
-    Attributes:
-      rows, length: mesh axes that B and S are cut over; the expert axis is among them, or its
-        devices would all do the same.
-    """
-
-    mesh: Mesh
-    rows: tuple[str, ...]
-    length: tuple[str, ...] = ()
-
-    @property
-    def spec(self) -> P:
-        return P(self.rows, self.length or None)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return self.rows + self.length
-
-    def ways(self, axes: tuple[str, ...]) -> int:
-        return int(np.prod([self.mesh.shape[axis] for axis in axes], dtype=int))
 
 
 class Wire(NamedTuple):
@@ -117,14 +96,18 @@ def _whole(mesh: Mesh, weight: jax.Array) -> jax.Array:
 
 
 def _on_device(layout: Layout, num_experts: int, run: Callable, x, ids, weights, beside, key):
-    slots, ways = ids.size, layout.mesh.shape[AXIS]
-    ragged = layout.mesh.devices.flat[0].platform in RAGGED
-    wire = Wire(min(-(-HEADROOM * slots // ways), slots), ragged, layout.axes)
     if key is not None:
         key = jax.random.fold_in(key, jax.lax.axis_index(layout.axes))
     # Each device's own copy: the gradient is the FP32 sum over those that share a weight.
     shared = tuple(axis for axis in layout.axes if axis != AXIS)
     weights = jax.tree.map(partial(_varying, axes=shared), weights)
+    ways, slots = layout.mesh.shape[AXIS], ids.size
+    if ways == 1:
+        flat = partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
+        out = run(flat(x), flat(ids), weights, flat(beside), key)
+        return jax.tree.map(lambda a: a.reshape(*ids.shape, *a.shape[2:]), out)
+    ragged = layout.mesh.devices.flat[0].platform in RAGGED
+    wire = Wire(min(-(-HEADROOM * slots // ways), slots), ragged, layout.axes)
     tokens = jnp.broadcast_to(x[:, :, None], (*ids.shape, x.shape[-1]))
     by_slot = jax.tree.map(lambda a: a.reshape(slots, *a.shape[3:]), (tokens, beside))
     plan = _plan(ids.reshape(-1), num_experts)

@@ -172,9 +172,10 @@ class MoE(nn.Module):
         """Outputs by slot, [B, S, slots, ...], of the experts here or on other devices."""
         noise, key = sites.inputs.noise, sites.inputs.noise_key
         how = Inner(self.config.swiglu_limit, sites.spec.precision.expert_mid, sites.plan, noise)
-        if sites.layout is not None:
+        layout = sites.layout
+        if layout is not None and layout.ways(layout.axes) > 1:
             run = partial(slot_outputs, how, nobody=True)
-            return over_experts(sites.layout, run, x, ids, weights, guide, key)
+            return over_experts(layout, run, x, ids, weights, guide, key)
         flat = partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
         out = slot_outputs(how, flat(x), flat(ids), weights, flat(guide), key)
         return jax.tree.map(lambda a: a.reshape(*ids.shape[:2], *a.shape[1:]), out)

@@ -22,8 +22,8 @@ from trace_jax.fp4 import (
 )
 from trace_jax.kernels.fake_quantize import fake_quantize_rows
 from trace_jax.model.config import LayerKind
-from trace_jax.model.expert_parallel import Layout
 from trace_jax.model.layers import rounded
+from trace_jax.model.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Sites:
     """The sites of one layer during one trace; collects what they leave.
 
     `decoding`: a rollout's program, which may take ops that do a step's small work in one
-    launch and have no gradient. `layout`: how tokens lie over devices that share the experts;
-    None where every device has them all.
+    launch and have no gradient. `layout`: how tokens lie over devices, or
+    None on one.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from flax import struct
 from trace_jax import fp4
 from trace_jax.fp4 import GuidancePlan, LayerPrecision, SiteGuidance
 from trace_jax.model.config import ModelConfig
-from trace_jax.model.expert_parallel import Layout
+from trace_jax.model.layout import Layout
 from trace_jax.model.sites import Codes, LayerSpec
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Record:
 class Numerics(NamedTuple):
     """Static numerics of a forward: one LayerSpec a layer, and the plan of its guidance.
 
-    `layout`: where tokens and experts lie, or None; the numbers are the same.
+    `layout`: how tokens lie over devices, or None on one; the numbers are the same.
     """
 
     layers: tuple[LayerSpec, ...]

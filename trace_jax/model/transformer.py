@@ -210,6 +210,8 @@ def apply(
     if valid is None:
         valid = jnp.ones((batch, length), bool)
     x = stored(params["embed"][tokens], config.dtype)
+    if numerics.layout is not None:
+        x = numerics.layout.place(x)
 
     def step(spec, carry, inputs: LayerInputs, layer_cache, window):
         x, balance = carry

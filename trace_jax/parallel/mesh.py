@@ -9,9 +9,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trace_jax.config import ConfigError, MeshConfig
-from trace_jax.parallel.rules import param_spec
+from trace_jax.model.layout import Layout
+from trace_jax.parallel.rules import LEARNER, Role, param_spec
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor", "context")
 
 
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:
@@ -69,32 +70,44 @@ def shard_params(params, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def rows_sharding(shape: tuple[int, ...], axis: int, mesh: Mesh) -> NamedSharding:
-    """Of an array whose rows lie on `axis`: over the data axes, or whole if they do not divide."""
-    over = ("data", "fsdp") if shape[axis] % row_ways(mesh) == 0 else None
+def token_layout(mesh: Mesh, role: Role = LEARNER) -> Layout:
+    """How the tokens of a role's forward lie."""
+    return Layout(mesh, role["rows"], role["length"])
+
+
+def rows_sharding(
+    shape: tuple[int, ...], axis: int, mesh: Mesh, role: Role = LEARNER
+) -> NamedSharding:
+    """Of an array whose rows lie on `axis`: cut as the role says, or whole if not divisible."""
+    over = role["rows"] if shape[axis] % row_ways(mesh, role) == 0 else None
     return NamedSharding(mesh, P(*(None,) * axis, over))
 
 
-def row_ways(mesh: Mesh) -> int:
+def named_rows(role: Role = LEARNER) -> str:
+    """The axes that rows are cut over, for messages."""
+    return " x ".join(role["rows"])
+
+
+def row_ways(mesh: Mesh, role: Role = LEARNER) -> int:
     """Parts that rows are cut into."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return token_layout(mesh, role).row_ways
 
 
-def shard_rows(tree, mesh: Mesh):
-    """Arrays [N, ...] with N over the data axes.
+def shard_rows(tree, mesh: Mesh, role: Role = LEARNER):
+    """Arrays [N, ...] with N cut as the role says.
 
     Raises:
       ConfigError: N does not divide; says what would.
     """
-    ways = row_ways(mesh)
+    ways = row_ways(mesh, role)
 
     def place(a):
         if a.shape[0] % ways:
             raise ConfigError(
-                f"a batch of {a.shape[0]} rows does not divide over data x fsdp = {ways} devices; "
-                f"write sizes (rl.prompts_per_step, eval.problems, warmup.batch_size) that are "
-                f"multiples of {ways}"
+                f"a batch of {a.shape[0]} rows does not divide over {named_rows(role)} = {ways} "
+                f"devices; write sizes (rl.prompts_per_step, eval.problems, warmup.batch_size) "
+                f"that are multiples of {ways}"
             )
-        return put(a, rows_sharding(a.shape, 0, mesh))
+        return put(a, rows_sharding(a.shape, 0, mesh, role))
 
     return jax.tree.map(place, tree)

@@ -1,6 +1,9 @@
-"""Logical layout of parameters: one table, matched on the parameter's path."""
+"""What is cut over which axis of the mesh: names of dimensions, and one table of them a role."""
 
+import math
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 from jax.sharding import Mesh
@@ -8,18 +11,40 @@ from jax.sharding import PartitionSpec as P
 
 from trace_jax.config import ConfigError
 
-# (path pattern, mesh axis of each dimension), first match wins. Stacked layers lead.
+Role = Mapping[str, tuple[str, ...]]
+
+# Mesh axes of each named dimension; a name that is not there is never cut. What one role leaves
+# is laid out as the other takes it when it crosses: the same, but for the context axis.
+LEARNER: Role = MappingProxyType(
+    {
+        "rows": ("data", "fsdp", "expert"),
+        "length": ("context",),
+        "experts": ("expert",),
+        "heads": ("tensor",),
+        "inner": ("tensor",),
+        "vocab": ("tensor",),
+        "hidden": ("fsdp",),
+        "outputs": ("fsdp",),
+    }
+)
+# A step of generation has one token a row: there is no length to cut.
+ACTOR: Role = MappingProxyType(
+    LEARNER | {"rows": ("data", "fsdp", "expert", "context"), "length": ()}
+)
+
+# (path pattern, name of each dimension), first match wins. Stacked layers lead. "blocks": the
+# contraction axis of expert weights, whose quantized blocks lie whole on a device.
 PARAM_RULES = (
-    (r"layers/moe/(gate_up|down)$", (None, "expert", "fsdp", None)),
-    (r"layers/attention/[qkv]/weight$", (None, "tensor", "fsdp")),
-    (r"layers/attention/kv_up$", (None, "tensor", None)),
-    (r"layers/(attention|linear_attention)/o/weight$", (None, "fsdp", "tensor")),
+    (r"layers/moe/(gate_up|down)$", ("layers", "experts", "outputs", "blocks")),
+    (r"layers/attention/[qkv]/weight$", ("layers", "heads", "hidden")),
+    (r"layers/attention/kv_up$", ("layers", "heads", "latent")),
+    (r"layers/(attention|linear_attention)/o/weight$", ("layers", "hidden", "heads")),
+    (r"layers/attention/(q_down|kv_down)/weight$", ("layers", "latent", "hidden")),
     # Queries, keys and values of linear attention are one parameter: its rows stay whole.
-    (r"layers/attention/(q_down|kv_down)/weight$", (None, None, "fsdp")),
-    (r"layers/linear_attention/(qkv|gate)/weight$", (None, None, "fsdp")),
-    (r"layers/(mlp|moe/shared)/(gate|up)/weight$", (None, "tensor", "fsdp")),
-    (r"layers/(mlp|moe/shared)/down/weight$", (None, "fsdp", "tensor")),
-    (r"(embed|unembed)$", ("tensor", "fsdp")),
+    (r"layers/linear_attention/(qkv|gate)/weight$", ("layers", "joined", "hidden")),
+    (r"layers/(mlp|moe/shared)/(gate|up)/weight$", ("layers", "inner", "hidden")),
+    (r"layers/(mlp|moe/shared)/down/weight$", ("layers", "hidden", "inner")),
+    (r"(embed|unembed)$", ("vocab", "hidden")),
     (r".*", ()),
 )
 
@@ -32,7 +57,7 @@ def path_name(path) -> str:
     return "/".join(names[start:])
 
 
-def param_spec(path, shape: tuple[int, ...], mesh: Mesh) -> P:
+def param_spec(path, shape: tuple[int, ...], mesh: Mesh, role: Role = LEARNER) -> P:
     """Partition of a parameter.
 
     The contraction axis of expert weights (the last) is never cut, so no
@@ -42,16 +67,18 @@ def param_spec(path, shape: tuple[int, ...], mesh: Mesh) -> P:
       ConfigError: a mesh axis that does not divide its dimension; says what would.
     """
     name = path_name(path)
-    axes = next(axes for pattern, axes in PARAM_RULES if re.search(pattern, name))
-    for at, (axis, size) in enumerate(zip(axes, shape[: len(axes)], strict=True)):
-        ways = 1 if axis is None else mesh.shape[axis]
+    names = next(names for pattern, names in PARAM_RULES if re.search(pattern, name))
+    axes = [role.get(dimension, ()) for dimension in names]
+    for at, (over, size) in enumerate(zip(axes, shape[: len(axes)], strict=True)):
+        ways = math.prod(mesh.shape[axis] for axis in over)
         if size % ways:
             fits = [str(n) for n in range(1, min(size, 64) + 1) if size % n == 0]
             raise ConfigError(
-                f"mesh.{axis} is {ways}, which does not divide dimension {at} of {name} "
-                f"{list(shape)}, {size}; write one of {', '.join(fits)}, or another model.* size"
+                f"mesh.{' x mesh.'.join(over)} is {ways}, which does not divide dimension {at} of "
+                f"{name} {list(shape)}, {size}; write one of {', '.join(fits)}, or another "
+                "model.* size"
             )
-    return P(*axes)
+    return P(*(over[0] if len(over) == 1 else over or None for over in axes))
 
 
 def check_params(shapes, mesh: Mesh) -> None:

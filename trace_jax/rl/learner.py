@@ -11,6 +11,7 @@ from flax import struct
 from trace_jax import model, sync
 from trace_jax.config import Config
 from trace_jax.model import Numerics
+from trace_jax.model.layout import Layout
 from trace_jax.modes import Mode
 from trace_jax.rl.batches import (
     Batch,
@@ -95,21 +96,28 @@ class Learner:
     """Compiled functions of one configuration: `update`, `score`, `audit`, `sampler_head`.
 
     Args:
-      ways: devices that the rows lie over; mini- and micro-batches take rows of each.
+      layout: how tokens lie over devices, None on one; mini- and micro-batches take rows of
+        each device.
     """
 
-    def __init__(self, config: Config, mode: Mode, ways: int = 1):
-        self.config, self.mode, self.ways = config, mode, ways
+    def __init__(self, config: Config, mode: Mode, layout: Layout | None = None):
+        self.config, self.mode = config, mode
+        self.ways = 1 if layout is None else layout.row_ways
         self.settings = algorithm(config.rl.algorithm)
         self.tx = optimizer(config)
         guided = bool(model.planned_layers(config.model, mode.trainer, mode.plan))
         build = partial(
-            model.numerics, config.model, mode.trainer, plan=mode.plan, guide=guided
+            model.numerics,
+            config.model,
+            mode.trainer,
+            plan=mode.plan,
+            guide=guided,
+            layout=layout,
         )
         self.guided = guided
         self.numerics = build()
         self.audit_numerics = build(audit_rows=config.ledger.audit_rows)
-        self.rollout_numerics = model.numerics(config.model, mode.rollout)
+        self.rollout_numerics = model.numerics(config.model, mode.rollout, layout=layout)
         self.update = jax.jit(self._update, donate_argnums=0)
         self.score = jax.jit(self._score)
         self.audit = jax.jit(self._audit)

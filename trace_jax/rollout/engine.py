@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from trace_jax import model, sync
 from trace_jax.fp4 import NO_GUIDANCE, GuidancePlan, LayerPrecision
 from trace_jax.model import NOT_RECORDED, ModelConfig
+from trace_jax.model.layout import Layout
 from trace_jax.model.specs import Guidance
 from trace_jax.rollout.record import Rollout, widen, write_at
 from trace_jax.rollout.sampling import sample
@@ -29,6 +30,7 @@ class EngineConfig:
       eos_ids: tokens that end a response.
       audit_rows: sequences whose whole codes are kept.
       noise: relative noise at the sites (emulates a foreign engine).
+      layout: how rows lie over devices, for the batch engine; None on one.
     """
 
     model: ModelConfig
@@ -40,20 +42,20 @@ class EngineConfig:
     plan: GuidancePlan = NO_GUIDANCE
     audit_rows: int = 0
     noise: float = 0.0
+    layout: Layout | None = None
 
     @property
     def numerics(self) -> model.Numerics:
-        return model.numerics(
-            self.model, self.precision, plan=self.plan, record=True, audit_rows=self.audit_rows
-        )
+        return self._numerics(self.audit_rows)
 
     @property
     def prefill_numerics(self) -> model.Numerics:
         # Prompts are prefilled once for all their samples.
-        rows = -(-self.audit_rows // self.samples)
-        return model.numerics(
-            self.model, self.precision, plan=self.plan, record=True, audit_rows=rows
-        )
+        return self._numerics(-(-self.audit_rows // self.samples))
+
+    def _numerics(self, audit_rows: int) -> model.Numerics:
+        settings = dict(plan=self.plan, record=True, audit_rows=audit_rows, layout=self.layout)
+        return model.numerics(self.model, self.precision, **settings)
 
 
 class _State(NamedTuple):
