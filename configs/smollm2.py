@@ -35,7 +35,7 @@ def get_config():
     config.rl.steps = 2
     config.rl.prompts_per_step = 8
     config.rl.samples = 4
-    config.rl.remat = True
+    config.rl.remat = "full"
     config.optim.learning_rate = 1e-6
     config.eval.problems = 32
     config.eval.samples = 1

@@ -183,6 +183,10 @@ REFUSED = [
         "rl.correction is 'tis' and the ratio is against the rollout already; write",
     ),
     (
+        {"rl.remat": "gate_up,routers"},
+        "rl.remat: 'routers' is nothing that can be kept; write none, full or some of",
+    ),
+    (
         {"rl.pack_length": 40},
         "rl.pack_length is 40, and a sequence may have task.max_prompt + task.max_response = 48 "
         "tokens; write 48 or more, or 0",

@@ -6,6 +6,7 @@ from trace_jax import methods
 from trace_jax.config.errors import ConfigError, choice, require
 from trace_jax.fp4 import FORMATS, select_layers
 from trace_jax.model import planned_layers
+from trace_jax.model.remat import points_of
 from trace_jax.rl.corrections import KINDS
 from trace_jax.rl.losses import ALGORITHMS
 from trace_jax.tasks import TASK_KINDS, ByteTokenizer
@@ -231,6 +232,10 @@ def _resolved(c) -> None:
         c.fp4_policy().resolve(layers)
     except ValueError as error:
         raise ConfigError(f"config: {error}") from error
+    try:
+        points_of(c.rl.remat)
+    except ValueError as error:
+        raise ConfigError(f"rl.remat: {error}") from error
 
 
 def _model(c) -> None:

@@ -68,7 +68,7 @@ class RLConfig:
     routing_replay: bool = True
     pack_length: int = 0  # tokens a row of the learner's forward, several sequences; 0: one a row
     logprob_chunk: int = 4096  # tokens whose logits exist at a time
-    remat: bool = False
+    remat: str = "none"  # none | full | what of a layer is kept, see model.remat: gate_up,router
 
 
 @dataclasses.dataclass(frozen=True)

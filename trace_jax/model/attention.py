@@ -12,6 +12,7 @@ from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.kv_planes import Rows, decode_rows, quantize_rows, write_plane
 from trace_jax.model.layers import Linear, RMSNorm, angles, product, rotary, rounded, stored
+from trace_jax.model.remat import keepable
 from trace_jax.model.sites import Sites
 
 
@@ -171,7 +172,7 @@ class Attention(nn.Module):
         if gate is not None:
             gate = jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
             out = rounded(out.astype(jnp.float32) * gate, x.dtype)
-        return linear(cfg.hidden, name="o")(out), cache
+        return linear(cfg.hidden, name="o")(keepable(out, "attention_out")), cache
 
     def _project(self, x, linear):
         """Queries, keys, values and the output's gate or None, [B, S, heads, head_dim].

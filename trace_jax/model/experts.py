@@ -16,6 +16,7 @@ from trace_jax.kernels.grouped_matmul import (
     tokens_to_rows,
 )
 from trace_jax.model.layers import ExpertWeight, rounded
+from trace_jax.model.remat import keepable
 from trace_jax.model.sites import Codes, perturbed
 
 MID = "expert_mid"
@@ -71,7 +72,8 @@ def slot_outputs(
     """
     groups = _groups(ids, weights.gate_up.values.shape[0], nobody)
     rows = tokens_to_rows(x, groups)
-    gate_up = _add_bias(_product(rows, weights.gate_up, groups), weights.gate_up_bias, groups)
+    gate_up = keepable(_product(rows, weights.gate_up, groups), "gate_up")
+    gate_up = _add_bias(gate_up, weights.gate_up_bias, groups)
     mid = perturbed(MID, rounded(swiglu(gate_up, how.limit), x.dtype), key, how.noise)
     codes = None
     if how.fmt is not None:
@@ -79,6 +81,7 @@ def slot_outputs(
         mid = out.value.astype(x.dtype)
         left = jax.lax.stop_gradient((out.codes, out.scale_bytes, out.outer))
         codes = Codes(*(rows_to_slots(a, groups) for a in left))
+    mid = keepable(mid, MID)
     y = _add_bias(_product(mid, weights.down, groups), weights.down_bias, groups)
     return SlotOutputs(rows_to_slots(y, groups), codes)
 

@@ -22,6 +22,7 @@ from trace_jax.model.layers import (
     rounded,
     stored,
 )
+from trace_jax.model.remat import keepable
 from trace_jax.model.sites import Sites
 
 EPS = 1e-6  # of the norms of latents; no field of a config.json sets it
@@ -69,7 +70,7 @@ class LatentAttention(nn.Module):
         scale = cfg.head_dim**-0.5 * cfg.yarn.score_scale
         out = attend(q, k, c, mask, scale=scale, recent=recent)
         out = by_head(out.reshape(*q.shape[:3], latent.kv_rank), up_v).reshape(*x.shape[:2], -1)
-        return Linear(cfg.hidden, dtype=x.dtype, name="o")(out), cache
+        return Linear(cfg.hidden, dtype=x.dtype, name="o")(keepable(out, "attention_out")), cache
 
     def _queries(self, x):
         """[B, S, heads, nope_dim + rope_dim], not rotated."""

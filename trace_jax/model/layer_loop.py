@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax import fp4
+from trace_jax.model.remat import checkpointed
 from trace_jax.model.sites import SiteOutputs
 from trace_jax.model.specs import Numerics, depth, layer_runs, segments, stacks_of
 
@@ -33,8 +34,7 @@ def scan_layers(config, numerics, step, carry, inputs_of, cache, *, remat):
             None if windows is None else windows[start:stop],
         )
         body = lambda carry, given, spec=spec: step(spec, carry, *given)
-        body = jax.checkpoint(body, prevent_cse=False) if remat else body
-        carry, (new_cache, ids, outputs) = jax.lax.scan(body, carry, given)
+        carry, (new_cache, ids, outputs) = jax.lax.scan(checkpointed(body, remat), carry, given)
         if caches is not None:
             caches[run].append(new_cache)
         routed.append(ids)

@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.layers import Linear, RMSNorm, normal_init, product, rounded
+from trace_jax.model.remat import keepable
 
 CHUNK = 64  # tokens whose corrections are solved for at once
 
@@ -65,7 +66,7 @@ class LinearAttention(nn.Module):
         out = out.astype(jnp.float32) * jax.nn.silu(gate).reshape(out.shape)
         out = rounded(out, x.dtype).reshape(*x.shape[:2], -1)
         cache = None if cache is None else {"conv": conv, "matrix": matrix}
-        return linear(self.config.hidden, name="o")(out), cache
+        return linear(self.config.hidden, name="o")(keepable(out, "attention_out")), cache
 
     def _before(self, positions, valid, cache):
         if cache is None:

@@ -16,6 +16,7 @@ from trace_jax.model.config_parts import Router
 from trace_jax.model.expert_parallel import over_experts
 from trace_jax.model.experts import Inner, MidGuide, RoutedWeights, SlotOutputs, slot_outputs
 from trace_jax.model.layers import ExpertWeight, Linear, Mlp, expert_weight, product, rounded
+from trace_jax.model.remat import keepable
 from trace_jax.model.sites import Sites
 
 NOT_RECORDED = -1  # expert id of a token whose route was not recorded
@@ -127,7 +128,7 @@ class MoE(nn.Module):
         if sites.decoding and cfg.router == PLAIN:
             ids, gates = choose_experts(logits, cfg.top_k, normalize=cfg.norm_topk)
             return Routing(ids, gates, None)
-        logits = add_parts(logits)
+        logits = keepable(add_parts(logits), "router")
         correction = None
         if cfg.router.correction:
             correction = self.param("router_correction", zeros, (cfg.num_experts,), jnp.float32)

@@ -180,7 +180,7 @@ def apply(
     routes: jax.Array | None = None,
     noise_key: jax.Array | None = None,
     noise: float = 0.0,
-    remat: bool = False,
+    remat: tuple[str, ...] | None = None,
 ) -> Output:
     """Runs the model.
 
@@ -200,7 +200,8 @@ def apply(
       guard: FP32 [B, S], steps around the midpoint inside which bits are obeyed.
       routes: int32 [layers, B, S, top_k] to replay, NOT_RECORDED where free.
       noise_key, noise: relative noise at the sites, for emulating a foreign engine.
-      remat: recompute each layer in the backward pass.
+      remat: what the backward pass keeps inside a layer (some of remat.POINTS) and does not
+        compute again; None keeps everything.
     """
     batch, length = tokens.shape
     if segments is not None:

@@ -11,6 +11,7 @@ from flax import struct
 from trace_jax import model, sync
 from trace_jax.config import Config
 from trace_jax.model import Numerics
+from trace_jax.model.remat import points_of
 from trace_jax.model.layout import Layout
 from trace_jax.modes import Mode
 from trace_jax.rl.batches import (
@@ -125,7 +126,7 @@ class Learner:
 
     # --- forward ---------------------------------------------------------------
 
-    def _forward(self, params, batch: Batch, numerics: Numerics, remat: bool) -> model.Output:
+    def _forward(self, params, batch: Batch, numerics: Numerics, remat=None) -> model.Output:
         rows = forward_rows(batch, self.ways)
         tokens = rows.pop("tokens")
         return model.apply(self.config.model, params, tokens, numerics, **rows, remat=remat)
@@ -135,7 +136,7 @@ class Learner:
         c = self.config
         return {"temperature": c.rollout.temperature, "chunk": c.rl.logprob_chunk}
 
-    def _logprobs(self, params, batch: Batch, remat: bool = False):
+    def _logprobs(self, params, batch: Batch, remat=None):
         """Log-probs, entropy and centring term (or None) FP32 [N, R] of the response tokens,
         and the balance loss."""
         out = self._forward(params, batch, self.numerics, remat)
@@ -183,8 +184,8 @@ class Learner:
         batch = take(batch, lambda a, axis: jax.lax.slice_in_dim(a, 0, rows, axis=axis))
         # Routes are the live router's here: their agreement is what is asked.
         free = batch._replace(routes=None)
-        live = self._forward(params, free, self.numerics, False).record.routes
-        return self._forward(params, batch, self.audit_numerics, False).record.audit, live
+        live = self._forward(params, free, self.numerics).record.routes
+        return self._forward(params, batch, self.audit_numerics).record.audit, live
 
     # --- batch -------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Learner:
 
     def _loss(self, params, batch: Batch):
         rl, s = self.config.rl, self.settings
-        logp, entropy, centre, balance = self._logprobs(params, batch, rl.remat)
+        logp, entropy, centre, balance = self._logprobs(params, batch, points_of(rl.remat))
         fixed = jax.lax.stop_gradient(logp)
         # The ratio measures how far the policy has moved since `old`; the correction,
         # what lay between the rollout and `old`. Together they count every gap once.

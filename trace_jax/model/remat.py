@@ -1,0 +1,48 @@
+"""Rematerialization: what of a layer is kept for the backward pass, the rest is made again.
+
+The input of every layer is kept always. `POINTS` are values inside a layer that may be kept
+beside it: they take memory and save the backward pass the products behind them.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+POINTS = {
+    "attention_out": "values that attention read, before the output projection",
+    "router": "FP32 logits of the router",
+    "gate_up": "FP32 product of the experts' first weight, the largest of them",
+    "expert_mid": "input of the experts' second product",
+}
+
+
+def keepable(x: jax.Array, point: str) -> jax.Array:
+    """x, which a policy can keep under the name `point`."""
+    return checkpoint_name(x, point)
+
+
+def points_of(remat: str) -> tuple[str, ...] | None:
+    """What "none", "full" or names such as "attention_out,gate_up" keep; None is everything.
+
+    Raises:
+      ValueError: a name that is none of POINTS.
+    """
+    if remat == "none":
+        return None
+    names = () if remat == "full" else tuple(remat.split(","))
+    unknown = [name for name in names if name not in POINTS]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(map(repr, unknown))} is nothing that can be kept; write none, full or "
+            f"some of {','.join(POINTS)}"
+        )
+    return names
+
+
+def checkpointed(body: Callable, kept: tuple[str, ...] | None) -> Callable:
+    """`body` of a scan, of which the backward pass keeps `kept` and what the scan hands on."""
+    if kept is None:
+        return body
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
