@@ -85,7 +85,7 @@ def summary(result: Result, report: Path | None) -> dict:
         "guidance_bytes_per_token": last.get("guidance/bytes_per_token"),
         "seconds": round(result.seconds, 1),
         "report": str(report) if report else None,
-        "checkpoint": str(result.checkpoint),
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
     }
 
 

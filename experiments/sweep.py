@@ -5,17 +5,22 @@
 Rows go to results.jsonl beside the file, the table into its README.md, the picture to
 results.png. What is there already at the same settings is not run again; a run that was
 interrupted goes on from its checkpoint, one that failed is a row with its error and is
-tried again. The runs of one seed share a warm start.
+tried again. All runs of one model and task begin with the same warm start, that of seed 0; the
+seeds of a row run in one process, which compiles once.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import queue
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from absl import flags
@@ -24,6 +29,7 @@ from tqdm import tqdm
 
 from experiments import cli, results, rows
 from experiments.studies import Run, runs_of
+from trace_jax.checkpoint import Checkpointer
 from trace_jax.config import to_dict
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "A study's sweep.py.")
@@ -31,6 +37,8 @@ JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time on each device.", lower_b
 WORKDIR = flags.DEFINE_string("workdir", "runs/sweeps", "Folder of the runs.")
 OUT = flags.DEFINE_string("out", None, "Folder of the results; that of --config by default.")
 ONLY = flags.DEFINE_list("only", [], "Labels to run; all by default.")
+
+COMMAND = (sys.executable, "-m", "experiments.train")
 
 
 class RunFailed(ValueError):
@@ -59,35 +67,36 @@ def environment(device: str, jobs: int) -> dict[str, str]:
     return env
 
 
-def train(arguments: list[str], folder: Path, env: dict[str, str]) -> dict:
-    """Trains in a process of its own: the JSON line of experiments.train.
+def train(arguments: list[str], env: dict[str, str]) -> Iterator[dict]:
+    """Trains in a process of its own: the JSON lines of experiments.train as they come.
 
     Raises:
       RunFailed: with the last line of the process. KeyboardInterrupt: it was stopped.
     """
-    command = [sys.executable, "-m", "experiments.train", *arguments, f"--workdir={folder}"]
-    if folder.exists():
-        command.append("--resume")
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode == cli.STOPPED:
-        raise KeyboardInterrupt
-    if done.returncode:
-        raise RunFailed((done.stderr.strip().splitlines() or ["no output"])[-1])
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    command = [*COMMAND, *arguments]
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=said, text=True) as run,
+    ):
+        yield from (json.loads(line) for line in run.stdout if line.startswith("{"))
+        if run.wait() == cli.STOPPED:
+            raise KeyboardInterrupt
+        if run.returncode:
+            said.seek(0)
+            raise RunFailed((said.read().strip().splitlines() or ["no output"])[-1])
 
 
 def warm_folder(run: Run, workdir: Path) -> Path:
-    """Where the warm start lies that this run shares with its like of the same seed."""
+    """Where the warm start lies that this run shares with its like."""
     c = run.config
     same = {k: to_dict(c)[k] for k in ("model", "task", "warmup", "init", "data_seed")}
     same["balance"] = c.rl.balance_coef
     key = hashlib.blake2b(json.dumps(same).encode(), digest_size=6).hexdigest()
-    return workdir / f"warm-{key}-{run.seed}"
+    return workdir / f"warm-{key}"
 
 
-def warm_arguments(run: Run) -> list[str]:
-    """A run of no RL step: it leaves its warm start."""
-    return [*run.flags, "--config.rl.steps=0", "--config.eval.samples=1"]
+def run_folder(run: Run, workdir: Path) -> Path:
+    return workdir / f"{rows.settings_key(run.config)}-{run.name}"
 
 
 class Sweep:
@@ -117,47 +126,66 @@ class Sweep:
         return row.get("settings"), row.get("label"), row["seed"]
 
     def run(self, runs: list[Run]) -> None:
-        """Warm starts first, then every run; rows are written as runs end."""
-        warm = {warm_folder(r, self.workdir): r for r in runs if r.config.warmup.steps}
-        jobs = [(self._warm, folder, r) for folder, r in warm.items() if not self._warmed(folder)]
+        """Warm starts first, then the runs label by label; rows are written as runs end."""
+        cold = {warm_folder(r, self.workdir): r for r in runs if r.config.warmup.steps}
+        jobs = [(self._warm, (folder, r)) for folder, r in cold.items() if not self._warmed(folder)]
+        by_label = itertools.groupby(sorted(runs, key=lambda r: r.label), lambda r: r.label)
+        groups = {label: list(group) for label, group in by_label}
+        order = [groups[label] for label in dict.fromkeys(r.label for r in runs)]
         with (
             tqdm(total=len(jobs) + len(runs), desc="runs", disable=None) as bar,
             concurrent.futures.ThreadPoolExecutor(self.count) as pool,
         ):
-            for batch in (jobs, [(self._one, None, r) for r in runs]):
-                ahead = [pool.submit(work, folder, run) for work, folder, run in batch]
+            for batch in (jobs, [(self._seeds, (group,)) for group in order]):
+                ahead = [pool.submit(work, *given) for work, given in batch]
                 try:
                     for done in concurrent.futures.as_completed(ahead):
-                        done.result()
-                        bar.update()
+                        bar.update(done.result())
                 except BaseException:
                     pool.shutdown(wait=True, cancel_futures=True)
                     raise
 
     @staticmethod
     def _warmed(folder: Path) -> bool:
-        return (folder / "checkpoints" / "0").is_dir()
+        return not Checkpointer(folder / "warmup", 1).empty()
 
-    def _on_device(self, arguments: list[str], folder: Path) -> dict:
+    @contextlib.contextmanager
+    def _device(self):
         device = self.slots.get()
         try:
-            return train(arguments, folder, environment(device, self.jobs))
+            yield environment(device, self.jobs)
         finally:
             self.slots.put(device)
 
-    def _warm(self, folder: Path, run: Run) -> None:
-        self._on_device(warm_arguments(run), folder)
+    def _warm(self, folder: Path, run: Run) -> int:
+        """The warm start of a row, by seed 0; returns how many jobs that was."""
+        flags_ = [*run.flags, "--config.seed=0", "--warm_start", f"--workdir={folder}"]
+        with self._device() as env:
+            list(train(flags_, env))
+        return 1
 
-    def _one(self, _, run: Run) -> None:
-        folder = self.workdir / f"{rows.settings_key(run.config)}-{run.name}"
-        extra = []
-        if run.config.warmup.steps:
-            extra.append(f"--config.warmup.init_from={warm_folder(run, self.workdir)}")
+    def _seeds(self, runs: list[Run]) -> int:
+        """The runs of one row, which differ in the seed; returns how many they were."""
+        first = runs[0]
+        named = str(run_folder(first, self.workdir))
+        arguments = [
+            *first.flags,
+            f"--workdir={named.removesuffix(f'-{first.seed}')}",
+            f"--seeds={','.join(str(r.seed) for r in runs)}",
+        ]
+        if first.config.warmup.steps:
+            arguments.append(f"--config.warmup.init_from={warm_folder(first, self.workdir)}")
+        waiting = {r.seed: r for r in runs}
         try:
-            row = rows.row_of(run, folder, self._on_device([*run.flags, *extra], folder))
+            with self._device() as env:
+                for summary in train(arguments, env):
+                    run = waiting.pop(summary["seed"])
+                    row = rows.row_of(run, run_folder(run, self.workdir), summary)
+                    results.append_row(self.path, row)
         except RunFailed as failure:
-            row = rows.head_of(run) | {"error": str(failure)}
-        results.append_row(self.path, row)
+            for run in waiting.values():
+                results.append_row(self.path, rows.head_of(run) | {"error": str(failure)})
+        return len(runs)
 
 
 def report(sweep, runs: list[Run], out: Path) -> str:

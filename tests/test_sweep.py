@@ -19,7 +19,7 @@ from trace_jax.metrics import read_metrics
 FAST = "--xla_backend_optimization_level=0"  # compiling is most of the time
 ROOT = Path(__file__).resolve().parent.parent
 STUDIES = sorted(p.parent.name for p in (ROOT / "experiments").glob("*/sweep.py"))
-TINY = '''
+TINY = """
 from trace_jax.config import default
 
 
@@ -33,17 +33,17 @@ def get_config():
     config.warmup.steps, config.warmup.batch_size = 2, 4
     config.rl.steps, config.rl.prompts_per_step, config.rl.samples = 2, 2, 2
     config.eval.problems, config.eval.samples = 4, 1
-    config.ledger.audit_rows, config.checkpoint.every = 1, 1
+    config.ledger.audit_rows, config.checkpoint.every = 1, 0
     return config
-'''
-SWEEP = '''
+"""
+SWEEP = """
 from experiments.studies import study
 
 
 def get_config():
     rows = [("plain", "qat", {}), ("guided", "trace_all", {"guidance.layers": "last:0.5"})]
     return study("FOLDER/tiny.py", rows, seeds=2)
-'''
+"""
 
 
 @pytest.fixture
@@ -97,11 +97,10 @@ def test_a_bad_study_is_refused_before_anything_runs(folder):
         runs_of(study("gone.py", [("a", "qat", {})]))
 
 
-def test_runs_of_one_seed_share_a_warm_start_and_other_models_do_not(folder):
+def test_runs_of_one_model_share_a_warm_start_and_other_models_do_not(folder):
     own = (("a", "qat", {}), ("b", "trace", {}), ("c", "qat", {"model.hidden": 32}))
     found = {(r.label, r.seed): sweep.warm_folder(r, folder) for r in runs(folder, own, seeds=2)}
-    assert found["a", 0] == found["b", 0] != found["a", 1]
-    assert found["c", 0] not in (found["a", 0], found["a", 1])
+    assert found["a", 0] == found["b", 0] == found["a", 1] != found["c", 0]
 
 
 # --- devices ---------------------------------------------------------------------------
@@ -166,21 +165,40 @@ def test_a_failed_run_is_a_row_with_its_last_line_and_the_others_go_on(folder, m
     """Without training: the process is replaced, the sweep is real."""
     calls = []
 
-    def process(command, **_):
-        text = " ".join(command)
-        calls.append(text)
-        bad = "method=trace_all" in text and "rl.steps=0" not in text
-        return subprocess.CompletedProcess(command, 1 if bad else 2, "", "Traceback\nno memory\n")
+    def trained(arguments, env):
+        calls.append(" ".join(arguments))
+        yield {"seed": 0}
+        if "method=trace_all" in calls[-1]:
+            raise sweep.RunFailed("no memory")
+        yield {"seed": 1}
 
-    monkeypatch.setattr(sweep.subprocess, "run", process)
+    monkeypatch.setattr(sweep, "train", trained)
     monkeypatch.setattr(sweep.Sweep, "_warmed", staticmethod(lambda folder: True))
     monkeypatch.setattr(sweep, "devices", lambda: [""])
+    monkeypatch.setattr(rows, "row_of", lambda run, folder, summary: rows.head_of(run))
     study_ = sweep.Sweep(folder, folder / "runs", 1)
-    found = runs(folder, (("plain", "qat", {}), ("guided", "trace_all", {})), seeds=1)
+    found = runs(folder, (("plain", "qat", {}), ("guided", "trace_all", {})), seeds=2)
     study_.run(found)
-    errors = {r["label"]: r["error"] for r in results.read_rows(study_.path)}
-    assert errors == {"plain": "no memory", "guided": "no memory"}
+    errors = {(r["label"], r["seed"]): r.get("error") for r in results.read_rows(study_.path)}
+    assert errors == {
+        ("plain", 0): None,
+        ("plain", 1): None,
+        ("guided", 0): None,
+        ("guided", 1): "no memory",
+    }
     assert len(calls) == 2 and all("warmup.init_from=" in c for c in calls)
+    assert all(f"--seeds={runs_}" in c for c, runs_ in zip(calls, ("0,1", "0,1"), strict=True))
+
+
+def test_the_lines_of_a_process_come_as_they_are_said_and_its_failure_is_its_last_word(
+    monkeypatch,
+):
+    script = "import sys; print('note'); print('{\"seed\": 4}', flush=True); sys.exit('no memory')"
+    monkeypatch.setattr(sweep, "COMMAND", (sys.executable, "-c", script))
+    lines = sweep.train([], dict(os.environ))
+    assert next(lines) == {"seed": 4}
+    with pytest.raises(sweep.RunFailed, match="^no memory$"):
+        next(lines)
 
 
 # --- a real one -------------------------------------------------------------------------
@@ -225,7 +243,7 @@ def test_a_sweep_that_is_killed_goes_on_and_fills_its_page(folder):
         assert all(row[name] is not None for name in figures)
         assert len(row["reward_curve"]) == len(row["entropy_curve"]) == 2
         assert row["hardware"].endswith("(cpu)") and row["jax"] and row["git_commit"]
-        assert "experiments.train" in row["command"] and f"seed={row['seed']}" in row["command"]
+        assert "experiments.train" in row["command"] and "seeds=" in row["command"]
         assert (row["guidance_bytes_per_token"] > 0) == (row["label"] == "guided")
         parts = {"sync", "prompts", "rollout", "reward", "ledger", "train"}
         assert all(row[f"seconds_{part}"] > 0 for part in parts)
@@ -234,7 +252,7 @@ def test_a_sweep_that_is_killed_goes_on_and_fills_its_page(folder):
     assert "| plain | 2 |" in page and "old" not in page and page.endswith("end\n")
     assert (folder / "results.png").read_bytes()[:4] == b"\x89PNG"
     warm = list((folder / "runs").glob("warm-*"))
-    assert len(warm) == 2, "one warm start a seed"
+    assert len(warm) == 1, "one warm start for all"
     run_folders = [p for p in (folder / "runs").iterdir() if p not in warm]
     assert all(len(read_metrics(p)) == 2 for p in run_folders) and len(run_folders) == 4
-    assert freeze(json.loads((warm[0] / "config.json").read_text())).rl.steps == 0
+    assert freeze(json.loads((warm[0] / "config.json").read_text())).warmup.steps == 2

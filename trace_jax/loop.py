@@ -30,7 +30,7 @@ class Result:
     own: dict[str, float]  # after, in the formats that the mode's own rollout uses
     bf16: dict[str, float]  # after, unquantized
     last: dict  # the last iteration's metrics
-    checkpoint: Path
+    checkpoint: Path | None  # None where none was asked for
     seconds: float
 
 
@@ -73,8 +73,21 @@ def warm_start(trainer: Trainer, stream=None) -> dict:
     return state.params
 
 
+def warm(config: Config, workdir) -> None:
+    """The warm start alone, for other runs to begin with (`warmup.init_from`)."""
+    trainer = Trainer(config, workdir)
+    create_run_dir(trainer.workdir, to_dict(config), trainer.workdir.exists())
+    warm_start(trainer)
+
+
 def train(
-    config: Config, workdir, *, resume: bool = False, params: dict | None = None, stream=None
+    config: Config,
+    workdir,
+    *,
+    resume: bool = False,
+    params: dict | None = None,
+    like: Trainer | None = None,
+    stream=None,
 ) -> Result:
     """Runs a configuration to its end, or goes on where it stopped.
 
@@ -82,6 +95,7 @@ def train(
       workdir: run folder; see `runs.create_run_dir` for what it accepts.
       resume: go on from the newest checkpoint in `workdir`.
       params: FP32 parameters to start RL from, in place of the warm start.
+      like: trainer of the same configuration with another seed, whose programs are used.
       stream: where the progress goes; standard error by default.
 
     Raises:
@@ -91,7 +105,7 @@ def train(
     begun = time.perf_counter()
     join(config.distributed)
     stream = stream if is_first() else io.StringIO()
-    trainer = Trainer(config, workdir)
+    trainer = like.again(config, workdir) if like else Trainer(config, workdir)
     if config.warmup.init_from and params is None and trainer.checkpoints.empty():
         Checkpointer(Path(config.warmup.init_from) / "warmup", 1).read_metadata()  # or refuses
     if resume:
@@ -107,13 +121,14 @@ def train(
     else:
         state = trainer.start(warm_start(trainer, stream) if params is None else params)
         first, before = 0, trainer.evaluate(state["train"].params)
-        trainer.save(0, state, before)
+        if config.checkpoint.every:
+            trainer.save(0, state, before)
     state, last = _loop(trainer, state, first, before, stream)
     final = state["train"]
     trainer.record_audit(config.rl.steps, final)
     judged = functools.cache(lambda evaluate: evaluate(final.params))
     after, own, bf16 = map(judged, (trainer.evaluate, trainer.evaluate_own, trainer.evaluate_bf16))
-    path = trainer.checkpoints.directory / str(config.rl.steps)
+    path = trainer.checkpoints.directory / str(config.rl.steps) if config.checkpoint.every else None
     return Result(final.params, before, after, own, bf16, last, path, time.perf_counter() - begun)
 
 
@@ -136,7 +151,8 @@ def _loop(trainer: Trainer, state: dict, first: int, before: dict, stream):
             row = writer.write(step, metrics) if writer else {"step": step, **metrics}
             progress.update(step, row)
             asked = any_of(interrupt.asked)
-            if done % c.checkpoint.every == 0 or asked or done == c.rl.steps:
+            due = c.checkpoint.every and (done % c.checkpoint.every == 0 or done == c.rl.steps)
+            if due or asked:
                 trainer.save(done, state, before)
             if asked and done < c.rl.steps:
                 trainer.checkpoints.wait()

@@ -1,5 +1,6 @@
 """The trainer of a run: what is compiled, the state that checkpoints hold, one iteration."""
 
+import copy
 import dataclasses
 import functools
 from pathlib import Path
@@ -74,6 +75,23 @@ class Trainer:
         planned = model.planned_layers(config.model, self.mode.trainer, self.mode.plan)
         plan = dataclasses.replace(self.mode.plan, sites=tuple(planned))
         self.bytes_per_token = fp4.guidance_bytes_per_token(config.model, plan)
+
+    def again(self, config: Config, workdir: Path) -> "Trainer":
+        """A trainer with another seed and folder, and this one's compiled programs.
+
+        Raises:
+          ConfigError: `config` differs in more than its seed.
+        """
+        same = dataclasses.replace(config, seed=self.config.seed) == self.config
+        require(same, "programs are shared among seeds alone; write the same settings otherwise")
+        twin = copy.copy(self)
+        twin.config, twin.workdir = config, Path(workdir)
+        twin.actor = copy.copy(self.actor)
+        twin.actor.config = config
+        twin.queue = RolloutQueue(config.rl.max_version_lag)
+        twin.checkpoints = Checkpointer(twin.workdir / "checkpoints", config.checkpoint.keep)
+        twin.audits = Checkpointer(twin.workdir / "audit", 1)
+        return twin
 
     # --- state -------------------------------------------------------------------
 

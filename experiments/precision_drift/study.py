@@ -19,6 +19,7 @@ from tqdm import tqdm
 import trace_jax
 from experiments import cli, results
 from experiments.positions import by_position, compare
+from experiments.prompts import PROMPTS
 from trace_jax.fp4 import BF16_POLICY, PrecisionPolicy, Rule
 from trace_jax.model.families import family_of
 from trace_jax.pretrained import tokenizer_of
@@ -31,12 +32,6 @@ OUT = flags.DEFINE_string(
     "out", "experiments/precision_drift/results.jsonl", "Result file; replaced."
 )
 
-PROMPTS = (
-    "Write a long story about a lighthouse keeper and a storm.",
-    "Explain step by step how bread is made, from grain to loaf.",
-    "Write a Python program that sorts a list in five different ways, and explain each.",
-    "Describe how the human heart works, in as much detail as you can.",
-)
 FORMATS = {
     "W/A/KV": PrecisionPolicy((Rule("*", "nvfp4"),)),
     "weights only": PrecisionPolicy((Rule("expert_weight", "nvfp4"),)),

@@ -43,7 +43,7 @@ _AT_LEAST = {
     "eval.problems": 1,
     "eval.samples": 1,
     "ledger.audit_rows": 1,
-    "checkpoint.every": 1,
+    "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "distributed.processes": 1,
     "distributed.process": 0,

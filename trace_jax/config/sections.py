@@ -135,7 +135,7 @@ class LedgerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 20  # steps
+    every: int = 20  # steps; 0: none is written
     keep: int = 2
 
 
