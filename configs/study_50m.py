@@ -37,7 +37,7 @@ def get_config():
     config.rl.prompts_per_step = 32
     config.rl.samples = 8
     config.rl.balance_coef = 0.01
-    config.optim.learning_rate = 1e-4
+    config.optim.learning_rate = 2e-4
     config.optim.warmup_steps = 5
     config.optim.b2 = 0.99
     config.eval.problems = 512
