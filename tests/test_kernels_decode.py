@@ -8,6 +8,7 @@ from kernel_helpers import poison, versions
 
 from trace_jax import fp4
 from trace_jax.fp4 import NVFP4, GuidancePlan
+from trace_jax.kernels.add_norm import add_norm
 from trace_jax.kernels.fake_quantize import fake_quantize_rows
 from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.kernels.top_k import choose_experts
@@ -18,6 +19,7 @@ ROWS_FORMAT = NVFP4.replace(outer="pow2")
 fake = jax.jit(fake_quantize_rows, static_argnames=("fmt", "record", "version"))
 choose = jax.jit(choose_experts, static_argnames=("top_k", "normalize", "version"))
 turn = jax.jit(norm_rotary, static_argnums=(1, 2), static_argnames=("eps", "version"))
+added = jax.jit(add_norm, static_argnames=("eps", "fmt", "record", "version"))
 site = jax.jit(fp4.quantize_site, static_argnums=1)
 
 
@@ -64,6 +66,39 @@ def test_a_row_with_nan_or_inf_is_nan_and_its_neighbours_are_not(version):
     bad = np.isnan(np.asarray(value, np.float32)).all(axis=1)
     np.testing.assert_array_equal(bad, [False, True, False, True, False])
     assert (np.asarray(left.scales)[[1, 3]] == 0x7F).all()
+
+
+# --- residual, norm, quantization ---
+
+
+@VERSIONS
+@pytest.mark.parametrize("width", (64, 768, 2048, 4096))
+def test_residual_norm_and_the_codec_in_one(version, width):
+    rng = np.random.default_rng(width)
+    size = 2.0 ** rng.integers(-6, 6, (70, 1))
+    x, y = (jnp.asarray(rng.normal(size=(70, width)) * size, jnp.bfloat16) for _ in range(2))
+    weight = jnp.asarray(1 + 0.2 * rng.normal(size=width), jnp.float32)
+    for record in (1, 4, 0, None):
+        poison((x.shape, jnp.bfloat16))
+        got = added(x, y, weight, eps=1e-6, fmt=ROWS_FORMAT, record=record, version=version)
+        total = np.asarray(x, np.float32) + np.asarray(y, np.float32)
+        total = np.asarray(jnp.asarray(total).astype(jnp.bfloat16), np.float64)
+        np.testing.assert_array_equal(np.asarray(got.sum, np.float64), total)
+        rms = np.sqrt((total**2).mean(-1, keepdims=True) + 1e-6)
+        want = total / rms * np.asarray(weight, np.float64)
+        error = np.abs(np.asarray(got.normed, np.float64) - want)
+        assert (error <= np.abs(want) * (2.0**-8 + 1e-6)).all(), "one rounding to BF16"
+        same = np.asarray(got.normed, np.float64) == bf16(want)
+        assert same.mean() > 0.999, "but where FP32 falls on the other side of a tie"
+        # The quantized rows are the codec's of the very rows that were normed.
+        value, left = fake(got.normed, ROWS_FORMAT, record=record, version="reference")
+        np.testing.assert_array_equal(
+            np.asarray(got.value, np.float32), np.asarray(value, np.float32)
+        )
+        jax.tree.map(np.testing.assert_array_equal, got.guidance, left)
+    plain = added(x, y, weight, eps=1e-6, version=version)
+    assert plain.value is None and plain.guidance is None
+    np.testing.assert_array_equal(plain.normed, got.normed)
 
 
 # --- routing ---

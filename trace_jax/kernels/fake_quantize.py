@@ -35,7 +35,8 @@ def _hopper(x, fmt, record):
 VERSIONS = {"reference": _reference, "hopper": _hopper}
 
 
-def _hopper_refusal(x: jax.Array, fmt: Format) -> str | None:
+def hopper_refusal(x: jax.Array, fmt: Format) -> str | None:
+    """Why the CUDA kernel cannot quantize x [..., width] in a format; None if it can."""
     if x.dtype != jnp.bfloat16:
         return f"it takes BF16 rows, not {x.dtype}"
     if fmt.replace(name=ROW_FORMAT.name) != ROW_FORMAT:
@@ -62,6 +63,6 @@ def fake_quantize_rows(
     Raises:
       ValueError: a version that cannot run this call.
     """
-    refusals = {"reference": lambda: None, "hopper": lambda: _hopper_refusal(x, fmt)}
+    refusals = {"reference": lambda: None, "hopper": lambda: hopper_refusal(x, fmt)}
     name = dispatch.choose("fake_quantize", version, refusals, {"gpu": ("hopper",)})
     return VERSIONS[name](x, fmt, record)

@@ -96,8 +96,9 @@ class MoE(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, valid, sites: Sites, routes=None):
+    def __call__(self, x, valid, sites: Sites, routes=None, given=None):
         """x [B, S, hidden], valid bool [B, S], routes int32 [B, S, top_k] or None.
+        `given`: x quantized already and its record, either None; for the kernels' weights.
 
         Returns y [B, S, hidden], ids int32 [B, S, slots], balance loss.
         """
@@ -114,7 +115,7 @@ class MoE(nn.Module):
             ones = jnp.ones(zeros.shape, jnp.float32)
             routing, balance = Routing(zeros, ones, ones), jnp.float32(0.0)
         ids = routing.ids.reshape(batch, length, cfg.slots)
-        y = self._experts(x, ids, routing.gates, routes, sites)
+        y = self._experts(x, ids, routing.gates, routes, sites, given)
         if cfg.shared_dim:
             y = rounded(y.astype(jnp.float32) + self._shared(x), x.dtype)
         return y, ids, balance
@@ -154,13 +155,13 @@ class MoE(nn.Module):
         gate = Linear(1, dtype=x.dtype, name="shared_gate")(x).astype(jnp.float32)
         return y * jax.nn.sigmoid(gate)
 
-    def _experts(self, x, ids, gates, routes, sites: Sites):
+    def _experts(self, x, ids, gates, routes, sites: Sites, given):
         cfg = self.config
         experts = max(cfg.num_experts, 1)
         gate_up = self._weight("gate_up", (experts, 2 * cfg.expert_dim, cfg.hidden), sites)
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
         if isinstance(gate_up, ExpertWeights):
-            return self._expert_kernels(x, ids, gates, gate_up, down, sites)
+            return self._expert_kernels(x, ids, gates, gate_up, down, sites, given)
         x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(x.dtype)
         weights = RoutedWeights(gate_up, down, *self._biases(experts))
         out = self._routed(x, ids, weights, self._guide_of_mid(ids, routes, sites), sites)
@@ -181,11 +182,16 @@ class MoE(nn.Module):
         out = slot_outputs(how, flat(x), flat(ids), weights, flat(guide), key)
         return jax.tree.map(lambda a: a.reshape(*ids.shape[:2], *a.shape[1:]), out)
 
-    def _expert_kernels(self, x, ids, gates, gate_up, down, sites: Sites):
+    def _expert_kernels(self, x, ids, gates, gate_up, down, sites: Sites, given):
         """The same by the rollout's kernels, which want rows in the order of their experts."""
         cfg = self.config
         routing = expert_matmul.route(ids.reshape(-1, cfg.slots), gate_up.data.shape[0])
-        tokens = self._kernel_input("expert_in", x[:, :, None], sites).reshape(-1, cfg.hidden)
+        tokens, left = given or (None, None)
+        if left is not None:
+            sites.keep("expert_in", jax.tree.map(lambda a: a[:, :, None], left))
+        if tokens is None:
+            tokens = self._kernel_input("expert_in", x[:, :, None], sites)
+        tokens = tokens.reshape(-1, cfg.hidden)
         activation = "clamped_swiglu" if cfg.swiglu_limit else "silu"
         mid = expert_matmul.expert_matmul(tokens, gate_up, routing, activation=activation)
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from trace_jax import fp4
+from trace_jax.kernels.add_norm import add_norm
+from trace_jax.kernels.expert_matmul import ExpertWeights
 from trace_jax.model.attention import Attention
 from trace_jax.model.config import LayerKind, ModelConfig
 from trace_jax.model.kv_planes import empty_planes
@@ -76,14 +78,34 @@ class DecoderLayer(nn.Module):
         y, cache = self._attend(
             norm(name="attention_norm")(x), positions, valid, sites, cache, window, pages, segments
         )
-        x = _add(x, y)
-        h = norm(name="moe_norm")(x)
+        given = None
+        if self._in_one_launch(x, sites):
+            x, h, *given = self._to_experts(x, y, sites)
+        else:
+            x = _add(x, y)
+            h = norm(name="moe_norm")(x)
         if self.kind.dense:
             y = Mlp(cfg.dense_dim, name="mlp")(h)
             ids, balance = jnp.full((*x.shape[:2], cfg.slots), NOT_RECORDED), jnp.float32(0.0)
         else:
-            y, ids, balance = MoE(cfg, name="moe")(h, valid, sites, routes)
+            y, ids, balance = MoE(cfg, name="moe")(h, valid, sites, routes, given)
         return _add(x, y), cache, ids, balance
+
+    def _in_one_launch(self, x, sites: Sites) -> bool:
+        """Whether residual, norm and the experts' inputs are one op: in a decode step's kernels."""
+        if not sites.decoding or x.shape[1] != 1 or x.dtype != jnp.bfloat16 or self.kind.dense:
+            return False
+        weights = self.get_variable("params", "moe")["gate_up"]
+        return isinstance(weights, ExpertWeights) and not self.config.zero_centred_norms
+
+    def _to_experts(self, x, y, sites: Sites):
+        """The residual stream, its norm, and the latter quantized with its record, or None."""
+        fmt = sites.spec.precision.expert_in
+        if sites.spec.audit_rows or sites.inputs.noise_key is not None:
+            fmt = None  # quantized where whole codes are kept and noise is added
+        record = None if fmt is None else sites.record_bits("expert_in")
+        weight = self.get_variable("params", "moe_norm")["weight"]
+        return add_norm(x, y, weight, eps=self.config.norm_eps, fmt=fmt, record=record)
 
     def _attend(self, h, positions, valid, sites, cache, window, pages, segments):
         if self.kind.linear:
