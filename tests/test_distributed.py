@@ -95,12 +95,6 @@ def saved(folder, what="checkpoints"):
 
 
 EXACT = ("reward/", "rollout/", "step", "weights/", "guidance/", "mismatch/tokens")
-# jaxlib gives two processes 30 seconds to meet at their first collective; on a loaded machine
-# one may compile for longer than that after the other.
-REAL_PROCESSES = pytest.mark.skipif(
-    not os.environ.get("TRACE_JAX_PROCESSES"),
-    reason="starts processes for minutes, on an idle machine; set TRACE_JAX_PROCESSES=1",
-)
 CLOSE = ("train/loss", "train/grad_norm", "train/entropy", "train/balance")
 
 
@@ -131,7 +125,6 @@ def assert_same_saves(one, two) -> None:
             np.testing.assert_array_equal(value, second[name], err_msg=name)
 
 
-@REAL_PROCESSES
 def test_two_processes_are_one_run(alone, tmp_path):
     """The same losses and samples, and one writer.
 
@@ -151,7 +144,6 @@ def test_two_processes_are_one_run(alone, tmp_path):
     assert ends == {alone[1].splitlines()[-1]}, "both know the result"
 
 
-@REAL_PROCESSES
 def test_a_dead_process_ends_the_other_and_the_run_goes_on(alone, tmp_path):
     """In bounded time, with a word on which one died; resumed by one process with 8 devices.
 

@@ -10,10 +10,12 @@ from collections.abc import Callable
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
 
 from trace_jax.config import ConfigError, DistributedConfig
 
 MESSAGE = 1024  # bytes of an error that the others are told
+PATIENCE = 1_800_000  # milliseconds until a process that lives and does not come is given up
 
 
 def join(config: DistributedConfig) -> None:
@@ -49,10 +51,20 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def meet() -> None:
+    """Waits for every process, however long one compiles or scores.
+
+    A collective of CPU processes gives up after 30 seconds; this barrier does not, and a
+    process that dies ends it after `distributed.timeout`.
+    """
+    multihost.get_barrier_sync_fn()(key="trace_jax", timeout_ms=PATIENCE)
+
+
 def from_first(tree):
     """A tree of NumPy arrays as the first process has it; shapes and dtypes agree everywhere."""
     if jax.process_count() == 1:
         return tree
+    meet()
     told = multihost_utils.broadcast_one_to_all(tree)
     return jax.tree.map(lambda a, like: np.asarray(a).astype(like.dtype), told, tree)
 
@@ -61,6 +73,7 @@ def any_of(flag: bool) -> bool:
     """Whether the flag is up on any process."""
     if jax.process_count() == 1:
         return flag
+    meet()
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
 
 
