@@ -371,6 +371,18 @@ def test_equal_neighbouring_layers_share_a_segment():
     assert segments((a, guided_a, guided_a)) == [(0, 1, a), (1, 3, guided_a)]
 
 
+def test_guidance_of_some_layers_cuts_no_stack_of_parameters():
+    """Two scans would copy the parameters, and put their gradients together again."""
+    guided = model.numerics(MOE, PRECISIONS["nvfp4"], plan=LAST_HALF, guide=True)
+    shapes = jax.eval_shape(lambda key: model.init(MOE, key), jax.random.key(0))
+    recorded = model.numerics(MOE, PRECISIONS["nvfp4"], plan=LAST_HALF, record=True)
+    sites = jax.eval_shape(lambda p: model.apply(MOE, p, TOKENS, recorded).record.sites, shapes)
+    given = model.Guidance(sites, jnp.ones(TOKENS.shape, bool), jnp.zeros(helpers.ROWS, jnp.int32))
+    jaxpr = jax.make_jaxpr(lambda p, g: model.apply(MOE, p, TOKENS, guided, guidance=g).hidden)
+    scans = [e for e in jaxpr(shapes, given).eqns if e.primitive.name == "scan"]
+    assert [e.params["length"] for e in scans] == [3]
+
+
 def test_guidance_of_a_mixed_policy_reaches_the_right_layers():
     """Stored layers are counted by site: layer 2 is the second of K, and V has one."""
     plan = GuidancePlan(layers="all", sites=fp4.SITES, bits=4)

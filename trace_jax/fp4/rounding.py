@@ -11,7 +11,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from trace_jax.fp4 import formats
 from trace_jax.fp4.formats import NVFP4, Format
@@ -104,22 +103,12 @@ def fp4_round(spec: Rounding, x, scale, hint=None, guard=None, obey=None):
 
 def _forward(spec, x, scale, hint, guard, obey):
     out = fp4_round(spec, x, scale, hint, guard, obey)
-    inside = jnp.abs(x) <= formats.E2M1_MAX * scale if spec.clip_gradient else None
-    return out, (inside, scale, hint, guard, obey)
+    return out, jnp.abs(x) <= formats.E2M1_MAX * scale if spec.clip_gradient else None
 
 
-def _backward(spec, residual, cotangent):
-    inside, *others = residual
+def _backward(spec, inside, cotangent):
     g = cotangent[0]
-    return (g if inside is None else jnp.where(inside, g, 0.0), *map(_no_gradient, others))
-
-
-def _no_gradient(x):
-    if x is None:
-        return None
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+    return g if inside is None else jnp.where(inside, g, 0.0), None, None, None, None
 
 
 fp4_round.defvjp(_forward, _backward)
@@ -135,7 +124,7 @@ def straight_through(x: jax.Array, value: jax.Array) -> jax.Array:
     return value
 
 
-straight_through.defvjp(lambda x, value: (value, None), lambda _, g: (g, jnp.zeros_like(g)))
+straight_through.defvjp(lambda x, value: (value, None), lambda _, g: (g, None))
 
 
 def guided_round(

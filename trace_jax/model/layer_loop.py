@@ -1,32 +1,43 @@
 """Layers one after the other: scanned for training, unrolled for decode."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trace_jax import fp4
 from trace_jax.model.remat import checkpointed
-from trace_jax.model.sites import SiteOutputs
-from trace_jax.model.specs import Numerics, depth, layer_runs, segments, stacks_of
+from trace_jax.model.sites import LayerSpec, SiteOutputs, Stored
+from trace_jax.model.specs import Guidance, Numerics, depth, layer_runs, segments, stacks_of
+
+UNGUIDED = -1  # slot of a layer for which no guidance is stored
 
 
 class LayerInputs(NamedTuple):
-    """What one layer, or with a leading axis a run of layers, is given besides its cache."""
+    """What one layer, or with a leading axis a run of layers, is given besides its cache.
+
+    `slots` {site: int32}: where the layer's guidance is stored, or UNGUIDED.
+    """
 
     params: dict
     routes: jax.Array | None
-    stored: dict | None
+    slots: dict[str, jax.Array]
     noise_key: jax.Array | None
 
 
 def scan_layers(config, numerics, step, carry, inputs_of, cache, *, remat):
-    """Runs the layers segment by segment, each one scan: carry, caches, routes, outputs."""
+    """Runs the layers segment by segment, each one scan: carry, caches, routes, outputs.
+
+    Layers that differ in their guided sites alone are one segment: cut stacks of parameters
+    would be copied, and their gradients put together again, which costs more than the guidance.
+    """
     runs = layer_runs(config, tuple(spec.precision for spec in numerics.layers))
     windows = jnp.asarray(config.windows, jnp.int32) if any(config.windows) else None
     caches = None if cache is None else [[] for _ in runs]
     routed, records = [], []
-    for start, stop, spec in segments(numerics.layers):
+    for start, stop, spec in _guided_segments(numerics.layers):
         run, cut = _cut(runs, start, stop)
         given = (
             inputs_of(start, stop, spec),
@@ -58,6 +69,19 @@ def unroll_layers(config, numerics, step, carry, inputs_of, cache):
     return carry, tuple(caches), routed, records
 
 
+def _guided_segments(layers: tuple[LayerSpec, ...]) -> list[tuple[int, int, LayerSpec]]:
+    """Segments of layers equal but for `guided`, which is then what some of them have."""
+    plain = tuple(dataclasses.replace(spec, guided=()) for spec in layers)
+
+    def union(start, stop):
+        return tuple(s for s in fp4.SITES if any(s in spec.guided for spec in layers[start:stop]))
+
+    return [
+        (start, stop, dataclasses.replace(spec, guided=union(start, stop)))
+        for start, stop, spec in segments(plain)
+    ]
+
+
 def _cut(runs, start, stop):
     """The run that holds layers start..stop, and the slicing of its entries."""
     run = next(i for i, (first, last, _) in enumerate(runs) if first <= start < last)
@@ -75,26 +99,27 @@ def layer_params(layers, start, stop):
     return jax.tree.map(lambda a: a[start - first : stop - first], stack)
 
 
-def guidance_slots(numerics: Numerics) -> dict[str, list[int]]:
-    """{site: guided layers in order}: the layer axis of stored guidance."""
+def guidance_slots(numerics: Numerics, guidance: Guidance | None) -> dict[str, np.ndarray]:
+    """{site: int32 [layers]}: where on its layer axis each layer's guidance is, or UNGUIDED."""
     slots = {}
-    for i, spec in enumerate(numerics.layers):
-        for site in spec.guided:
-            slots.setdefault(site, []).append(i)
+    for site in fp4.SITES:
+        guided = np.array([site in spec.guided for spec in numerics.layers])
+        if guided.any():
+            slots[site] = np.where(guided, np.cumsum(guided) - 1, UNGUIDED).astype(np.int32)
+    if slots and guidance is None:
+        raise ValueError("the numerics guide some sites, but no guidance was given")
     return slots
 
 
-def stored_of(guidance, slots, start, stop, spec) -> dict | None:
-    if not spec.guided:
-        return None
-    if guidance is None:
-        raise ValueError("the numerics guide some sites, but no guidance was given")
+def stored_at(guidance: Guidance | None, slots: dict[str, jax.Array]) -> dict[str, Stored]:
+    """The guidance of one layer, whose slots are scalars."""
 
-    def cut(site):
-        first = slots[site].index(start)
-        return jax.tree.map(lambda a: a[first : first + stop - start], guidance.sites[site])
+    def read(site):
+        at = jnp.maximum(slots[site], 0)
+        stored = jax.tree.map(lambda a: a[at], guidance.sites[site])
+        return Stored(stored, slots[site] != UNGUIDED)
 
-    return {site: cut(site) for site in spec.guided}
+    return {site: read(site) for site in slots}
 
 
 def merge_outputs(records: list[SiteOutputs]):

@@ -54,19 +54,26 @@ class Codes(NamedTuple):
     outer: jax.Array
 
 
+class Stored(NamedTuple):
+    """Guidance of a site of one layer, [B, S, rows, ...]; `given` bool: whether it has any."""
+
+    guidance: SiteGuidance
+    given: jax.Array
+
+
 @struct.dataclass
 class SiteInputs:
     """What the sites of one layer are given.
 
     Attributes:
-      stored: {site: SiteGuidance} with leading axes [B, S, rows].
+      stored: {site: Stored} of the sites that are guided in some layer.
       obey: bool [B, S]; None without guidance.
       guard: FP32 [B, S] in steps, or None.
       noise_key: key of the emulated engine noise, or None.
       noise: its relative size (static).
     """
 
-    stored: dict[str, SiteGuidance] = struct.field(default_factory=dict)
+    stored: dict[str, Stored] = struct.field(default_factory=dict)
     obey: jax.Array | None = None
     guard: jax.Array | None = None
     noise_key: jax.Array | None = None
@@ -118,9 +125,9 @@ class Sites:
         """Guide of a site with rows [B, S, rows]; `match` [B, S, rows] narrows where to obey."""
         if site not in self.spec.guided:
             return None
-        stored = self.inputs.stored[site]
-        rows = stored.scales.shape[2]
-        obey = jnp.broadcast_to(self.inputs.obey[..., None], (*self.inputs.obey.shape, rows))
+        stored, given = self.inputs.stored[site]
+        obey = self.inputs.obey & given
+        obey = jnp.broadcast_to(obey[..., None], (*obey.shape, stored.scales.shape[2]))
         guard = self.inputs.guard
         if guard is not None:
             guard = jnp.broadcast_to(guard[..., None], obey.shape)

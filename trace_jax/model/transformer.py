@@ -26,7 +26,7 @@ from trace_jax.model.layer_loop import (
     layer_params,
     merge_outputs,
     scan_layers,
-    stored_of,
+    stored_at,
     unroll_layers,
 )
 from trace_jax.model.layers import (
@@ -239,7 +239,7 @@ def apply(
     def step(spec, carry, inputs: LayerInputs, layer_cache, window):
         x, balance = carry
         site_inputs = SiteInputs(
-            stored=inputs.stored or {},
+            stored=stored_at(guidance, inputs.slots),
             obey=None if guidance is None else guidance.recorded,
             guard=guard,
             noise_key=inputs.noise_key,
@@ -252,14 +252,14 @@ def apply(
         x, layer_cache, ids, layer_balance = layer.apply({"params": inputs.params}, x, *where)
         return (x, balance + layer_balance), (layer_cache, ids, sites.outputs)
 
-    slots = guidance_slots(numerics)
+    slots = guidance_slots(numerics, guidance)
     noise_keys = None if noise_key is None else jax.random.split(noise_key, config.num_layers)
 
     def inputs_of(start, stop, spec) -> LayerInputs:
         return LayerInputs(
             layer_params(params["layers"], start, stop),
             None if routes is None else routes[start:stop],
-            stored_of(guidance, slots, start, stop, spec),
+            {site: jnp.asarray(slots[site][start:stop]) for site in spec.guided},
             None if noise_keys is None else noise_keys[start:stop],
         )
 

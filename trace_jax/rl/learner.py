@@ -11,8 +11,8 @@ from flax import struct
 from trace_jax import model, sync
 from trace_jax.config import Config
 from trace_jax.model import Numerics
-from trace_jax.model.remat import points_of
 from trace_jax.model.layout import Layout
+from trace_jax.model.remat import points_of
 from trace_jax.modes import Mode
 from trace_jax.rl.batches import (
     Batch,
