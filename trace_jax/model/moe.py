@@ -244,4 +244,5 @@ class MoE(nn.Module):
         if isinstance(weight, ExpertWeights):
             return weight
         fmt = sites.spec.precision.expert_weight
-        return expert_weight(weight, fmt, jnp.dtype(self.config.dtype))
+        weight = expert_weight(weight, fmt, jnp.dtype(self.config.dtype))
+        return weight._replace(values=keepable(weight.values, "expert_weight"))

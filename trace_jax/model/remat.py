@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 POINTS = {
     "attention_out": "values that attention read, before the output projection",
     "router": "FP32 logits of the router",
-    "gate_up": "FP32 product of the experts' first weight, the largest of them",
+    "expert_weight": "experts' weights in use: quantizing them is most of what QAT adds",
+    "gate_up": "FP32 product of the experts' first weight",
     "expert_mid": "input of the experts' second product",
 }
 
