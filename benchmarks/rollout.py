@@ -20,7 +20,6 @@ import datetime
 import gc
 import json
 import pathlib
-import re
 import tempfile
 import time
 from functools import partial
@@ -31,6 +30,7 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
+from benchmarks.gpu_profile import by_kind, kernel_times
 from trace_jax import fp4, model, sync
 from trace_jax.config import freeze
 from trace_jax.fp4 import BF16_POLICY, GuidancePlan, PrecisionPolicy, Rule
@@ -238,7 +238,7 @@ def timed(engine: ContinuousEngine, steps: int) -> tuple[list[float], dict]:
             start = time.perf_counter()
             engine.step()
             wall = 1e3 * (time.perf_counter() - start) / steps
-        return times, split(folder, steps, wall)
+        return times, by_kind(kernel_times(folder, steps, FLAGS.top), KINDS, wall)
 
 
 KINDS = (
@@ -247,29 +247,6 @@ KINDS = (
     ("kv append", r"append|kv_"),
     ("dense products", r"gemm|nvjet|cutlass|cublas|splitK|sm90_xmma"),
 )
-
-
-def split(folder: str, steps: int, wall: float) -> dict:
-    """Milliseconds a step by kind of kernel, from the profiler; the rest is host and gaps."""
-    path = next(pathlib.Path(folder).rglob("*.xplane.pb"))
-    names: dict[str, tuple[float, float]] = {}  # milliseconds and launches a step
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if "Stream" not in line.name:
-                continue
-            for event in line.events:
-                ms, count = names.get(event.name, (0.0, 0.0))
-                names[event.name] = ms + event.duration_ns / 1e6 / steps, count + 1 / steps
-    out: dict[str, float] = {}
-    for name, (ms, _) in names.items():
-        kind = next((k for k, pattern in KINDS if re.search(pattern, name)), "other kernels")
-        out[kind] = out.get(kind, 0.0) + ms
-    out["host and gaps"] = wall - sum(out.values())
-    for name, (ms, count) in sorted(names.items(), key=lambda item: -item[1][0])[: FLAGS.top]:
-        print(f"      {ms:8.4f} ms {count:6.1f} x  {name[:100]}")
-    return {kind: round(ms, 4) for kind, ms in sorted(out.items(), key=lambda item: -item[1])}
 
 
 def ceiling_ms(case: Case, config, engine, copy: float) -> float:

@@ -181,9 +181,7 @@ def split_of(program, case: Case, state: TrainState):
             start = time.perf_counter()
             state, _ = jax.block_until_ready(program(state, *case.given))
             wall = 1e3 * (time.perf_counter() - start)
-        times = kernel_times(folder)
-    for name, (ms, count) in sorted(times.items(), key=lambda item: -item[1][0])[: FLAGS.top]:
-        print(f"      {ms:8.3f} ms {count:5d} x  {name[:100]}")
+        times = kernel_times(folder, top=FLAGS.top)
     return state, by_kind(times, KINDS, wall)
 
 
