@@ -3,10 +3,10 @@
     python -m experiments.train --config=configs/qwen3_5_35b_a3b.py --workdir=runs/qwen3_5
 
 Three of four layers have linear attention: only ten layers have keys and values to cache,
-to quantize and to guide; the others' states take 61 MiB a sequence, however long. Weights: 65 GiB in BF16, 21 GiB with NVFP4 experts. FP32
-masters with Adam moments take 387 GiB more, so a run needs a mesh of eight 80 GB devices or
-four of 141 GB with the learner sharded over them. Not run here: counts and bytes are tested
-by shapes alone.
+to quantize and to guide; the others' states take 61 MiB a sequence, however long. Weights:
+65 GiB in BF16, 21 GiB with NVFP4 experts. FP32 masters with Adam moments take 387 GiB more,
+so a run needs a mesh of eight 80 GB devices or four of 141 GB with the learner sharded over
+them. Not run here: counts and bytes are tested by shapes alone.
 """
 
 from trace_jax.config import default

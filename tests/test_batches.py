@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_continuous import assert_same_rollout
+from test_layer_kinds import HYBRID
 
 from trace_jax.rollout import EngineConfig, make_engine
 from trace_jax.rollout.batches import ContinuousBatches
@@ -77,6 +78,28 @@ def test_turns_go_on_in_place_and_are_what_prefilling_them_again_gives():
     assert turns._engine.counts.prefilled > prefilled
 
 
+def test_states_are_kept_for_every_prompt_and_episode():
+    """Prompts of 10, 1 and 4 tokens, two samples each in two slots; then two more turns."""
+    config = dataclasses.replace(CONFIG, model=HYBRID, eos_ids=(helpers.VOCAB,))
+    run = ContinuousBatches(config, slots=2, turns=True)
+    params = helpers.rollout_params_of(HYBRID, "nvfp4")
+    prompts, lengths = map(np.asarray, helpers.prompts())
+    rows = [prompts[i // 2, : lengths[i // 2]].tolist() for i in range(helpers.ROWS)]
+    for turn in range(3):
+        lengths = np.array([len(row) for row in rows], np.int32)
+        tokens = np.zeros((helpers.ROWS, 48), np.int32)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = row
+        rolled = run(params, tokens, lengths, helpers.keys(), version=3, turn=turn)
+        assert run._engine.counts.prefilled == 9 + 3
+        drawn = np.asarray(rolled.tokens)
+        rows = [
+            [*row, *drawn[i, len(row) : int(rolled.length[i])].tolist(), 9, 10]
+            for i, row in enumerate(rows)
+        ]
+    assert run._engine.counts.preemptions == 0
+
+
 # --- memory ---
 
 BIG = ProgramConfig(
@@ -98,6 +121,22 @@ def test_pages_take_what_weights_records_and_workspace_leave():
     on_host = plan_memory(BIG, 10_000_000, free, rows=8, record_on="host")
     assert on_host.records == 0 and on_host.pages > plan.pages
     assert isinstance(plan, MemoryPlan) and f"{plan.pages} pages of 64 tokens" in str(plan)
+
+
+def test_states_of_slots_and_of_those_kept_beside_them_are_counted():
+    """Two layers of linear attention and one with a window of four BF16 tokens."""
+    shape = dataclasses.replace(BIG.model, full_attention_every=3, delta=HYBRID.delta)
+    precision = helpers.PRECISIONS["window"]
+    delta = shape.delta
+    matrix = 4 * delta.value_heads * delta.key_dim * delta.value_dim
+    convolution = 2 * (delta.conv_width - 1) * delta.channels
+    each = 2 * (matrix + convolution) + 2 * 2 * helpers.WINDOW * 2 * 64
+    cache = dataclasses.replace(BIG.cache, kept=3)
+    plan = plan_memory(ProgramConfig(shape, precision, cache, ()), 10_000_000, 2**28, rows=8)
+    assert plan.states == (4 + 3) * each and "states 0.00 GiB" in str(plan)
+    assert plan.page_bytes == PAGE_BYTES // 3
+    used = plan.weights + plan.records + plan.workspace + plan.pages * plan.page_bytes
+    assert 2**28 - PAGE_BYTES < used + plan.states <= 2**28
 
 
 def test_too_small_a_device_is_one_line_with_what_would_fit():

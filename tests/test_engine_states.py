@@ -184,7 +184,8 @@ def test_a_window_of_recent_tokens_in_the_kernels_layout_is_the_same_policy():
     assert share == 1.0 and gap < 0.1 and same > 0.7, (share, gap, same)
 
 
-def test_a_decode_step_reads_the_window_in_bf16_and_the_rest_from_pages():
+@pytest.mark.parametrize("platform", ("cpu", pytest.param("gpu", marks=pytest.mark.gpu)))
+def test_a_decode_step_reads_the_window_in_bf16_and_the_rest_from_pages(platform):
     """Against plain pages, which attend to every key where it stands; one slot is idle."""
     config, precision = dataclasses.replace(KERNEL_MODEL, num_kv_heads=2), WINDOWED[0]
     table, layer = jnp.arange(9).reshape(3, 3), LayerKind()
@@ -223,18 +224,19 @@ def test_linear_attention_beside_the_kernels_layout_is_the_same_policy():
     assert share == 1.0 and gap < 0.1 and same > 0.8, (share, gap, same)
 
 
-def test_rings_are_the_same_in_the_kernels_layout():
-    """Pushed chunk by chunk, with a row that has none and one that ends early."""
+@pytest.mark.parametrize("size", (64, 160))
+def test_rings_are_the_same_in_the_kernels_layout(size):
+    """Pushed chunk by chunk or all at once, with a row that has none and one that ends early."""
     config = dataclasses.replace(KERNEL_MODEL, num_kv_heads=1)
     plain, pages = (recent.empty_rings(config, WINDOWED[0], 3, kernel) for kernel in (False, True))
     k = jax.random.normal(jax.random.key(0), (3, 160, 1, 64), jnp.bfloat16)
-    for start, counts in ((0, (64, 64, 0)), (64, (64, 30, 0)), (128, (32, 0, 0))):
-        span = slice(start, min(start + 64, 160))
+    ends = (160, 94, 0)
+    for start in range(0, 160, size):
+        span = slice(start, min(start + size, 160))
         at = jnp.broadcast_to(jnp.arange(160)[None, span], (3, span.stop - start))
-        valid = jnp.arange(span.stop - start)[None] < jnp.asarray(counts)[:, None]
+        valid = at < jnp.asarray(ends)[:, None]
         new = {"k": k[:, span], "v": -k[:, span]}
         plain, pages = (recent.pushed(r, new, at, valid) for r in (plain, pages))
-    ends = (160, 94, 0)
     nothing = jnp.zeros((3, 1), bool)
     at = jnp.asarray(ends)[:, None]
     for rings in (plain, pages):

@@ -66,18 +66,18 @@ class Device:
 
     def copies(self):
         before = dict(self.contents)
-        for source, target in self.s.page_copies:
+        for target, source in self.s.page_copies.items():
             for i in range(PAGE):
                 self.contents[target, i] = before.get((source, i))
         for source, target, n in self.s.record_copies:
             for i in range(n):
                 self.records[target, i] = self.records[source, i]
-        self.s.page_copies, self.s.record_copies = [], []
+        self.s.record_copies = []
         for place, slot in self.s.keeps.items():
             self.kept[place] = list(self.states[slot])
         for slot, place in self.s.gives.items():
             self.states[slot] = list(self.kept[place])
-        self.s.keeps, self.s.gives = {}, {}
+        self.s.page_copies, self.s.keeps, self.s.gives = {}, {}, {}
 
     def write(self, q, i):
         if self.s.states:

@@ -262,18 +262,14 @@ class ContinuousEngine:
     def _copies(self) -> None:
         """Copies of pages, states and records that sharing, holding and going on ask for."""
         s, slots = self.scheduler, self.config.cache.slots
-        while s.page_copies:
-            some, s.page_copies = s.page_copies[:slots], s.page_copies[slots:]
-            source, target = np.zeros(slots, np.int32), np.full(slots, s.pool.count, np.int32)
-            source[: len(some)], target[: len(some)] = np.asarray(some).T
+        for target, source in _groups(s.page_copies, slots, s.pool.count):
             self._pools = self._copy_pages(self._pools, source, target)
-        if s.keeps:
-            place, slot = _columns(s.keeps, slots, self.config.cache.kept)
+        some = self.config.cache.prefill_rows  # states are large, and so are copies on their way
+        for place, slot in _groups(s.keeps, some, self.config.cache.kept):
             self._kept = self._keep_states(self._pools, self._kept, slot, place)
-        if s.gives:
-            slot, place = _columns(s.gives, slots, slots)
+        for slot, place in _groups(s.gives, some, slots):
             self._pools = self._give_states(self._pools, self._kept, place, slot)
-        s.keeps, s.gives = {}, {}
+        s.page_copies, s.keeps, s.gives = {}, {}, {}
         while s.record_copies:
             some, s.record_copies = s.record_copies[:slots], s.record_copies[slots:]
             self._land()
@@ -403,11 +399,14 @@ def _key_shape() -> tuple[int, ...]:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
 
 
-def _columns(copies: dict[int, int], count: int, nowhere: int) -> tuple[np.ndarray, np.ndarray]:
-    """Targets and sources int32 [count] of copies {target: source}; the rest goes `nowhere`."""
-    target, source = np.full(count, nowhere, np.int32), np.zeros(count, np.int32)
-    target[: len(copies)], source[: len(copies)] = list(copies), list(copies.values())
-    return target, source
+def _groups(copies: dict[int, int], size: int, nowhere: int):
+    """Targets and sources int32 [size] of copies {target: source}; the last are filled up."""
+    pairs = list(copies.items())
+    for first in range(0, len(pairs), size):
+        part = pairs[first : first + size]
+        target, source = np.full(size, nowhere, np.int32), np.zeros(size, np.int32)
+        target[: len(part)], source[: len(part)] = zip(*part, strict=True)
+        yield target, source
 
 
 def _padded(rows, length: int, dtype) -> jax.Array:

@@ -119,7 +119,7 @@ class Scheduler:
         self.held: list[Sequence] = []
         self.prefixes: collections.OrderedDict[bytes, Prefix] = collections.OrderedDict()
         # What the device must do before the next dispatch: keeps come before gives.
-        self.page_copies: list[tuple[int, int]] = []  # (from, to)
+        self.page_copies: dict[int, int] = {}  # page: page whose contents it takes
         self.record_copies: list[tuple[int, int, int]] = []  # (from row, to row, tokens)
         self.keeps: dict[int, int] = {}  # place: slot whose state it takes
         self.gives: dict[int, int] = {}  # slot: place whose state it takes
@@ -222,7 +222,7 @@ class Scheduler:
         self.pool.share(sequence.pages)
         if partial:
             (own,) = self.pool.take(1)
-            self.page_copies.append((shared.pages[whole], own))
+            self.page_copies[own] = shared.pages[whole]
             sequence.pages.append(own)
         if shared.state is not None:
             self.gives[slot] = shared.state
@@ -263,7 +263,7 @@ class Scheduler:
         self.prefixes[sequence.prefix_key] = Prefix(pages, sequence.row, state)
         if partial:
             (own,) = self.pool.take(1)
-            self.page_copies.append((pages[whole], own))
+            self.page_copies[own] = pages[whole]
             self.pool.release([pages[whole]])
             sequence.pages = [*pages[:whole], own]
 
