@@ -36,7 +36,7 @@ from trace_jax.config import freeze
 from trace_jax.fp4 import BF16_POLICY, GuidancePlan, PrecisionPolicy, Rule
 from trace_jax.kernels import cuda_build, dispatch, kv_pages
 from trace_jax.kernels.kv_pages import KVPages
-from trace_jax.model.paged import Stored
+from trace_jax.model.pools import Stored
 from trace_jax.rollout import store
 from trace_jax.rollout.continuous import ContinuousEngine
 from trace_jax.rollout.programs import CacheConfig, ProgramConfig, Slots, decode, empty_pools

@@ -21,7 +21,7 @@ from test_continuous import (
 from test_layer_kinds import HYBRID, LATENT
 
 from trace_jax import fp4
-from trace_jax.model import paged, recent
+from trace_jax.model import paged, pools, recent
 from trace_jax.model.config import LayerKind
 from trace_jax.model.sites import LayerSpec, SiteInputs, Sites
 from trace_jax.rollout.continuous import ContinuousEngine
@@ -195,9 +195,9 @@ def test_a_decode_step_reads_the_window_in_bf16_and_the_rest_from_pages(platform
     q, k, v = normal(0, 134, 4), normal(1, 134, 2), normal(2, 134, 2)
 
     def outputs(kernel):
-        stored = paged.Stored(
-            paged.empty_pool(config, precision, 9, 64, kernel),
-            paged.empty_state(config, precision, layer, 3, kernel),
+        stored = pools.Stored(
+            pools.empty_pool(config, precision, 9, 64, kernel),
+            pools.empty_state(config, precision, layer, 3, kernel),
         )
 
         @jax.jit
@@ -222,6 +222,14 @@ def test_a_decode_step_reads_the_window_in_bf16_and_the_rest_from_pages(platform
 def test_linear_attention_beside_the_kernels_layout_is_the_same_policy():
     share, gap, same = agreement_of_kernels(KERNEL_HYBRID)
     assert share == 1.0 and gap < 0.1 and same > 0.8, (share, gap, same)
+
+
+@pytest.mark.gpu
+def test_the_kernels_give_the_same_policy_with_states_on_a_gpu():
+    """Thresholds as for models without states, see test_continuous."""
+    for shape, precision in ((KERNEL_MODEL, WINDOWED), (KERNEL_HYBRID, WINDOWED)):
+        share, gap, same = agreement_of_kernels(shape, precision)
+        assert share > 0.98 and gap < 0.15 and same > 0.4, (share, gap, same)
 
 
 @pytest.mark.parametrize("size", (64, 160))
@@ -250,5 +258,5 @@ def test_rings_are_the_same_in_the_kernels_layout(size):
 
 def test_what_the_kernels_cannot_hold_is_said():
     odd = dataclasses.replace(WINDOWED[0], kv_window=65)
-    assert "multiple of 64 tokens, not 65" in paged.kernel_refusal(KERNEL_MODEL, odd, 64)
-    assert "no latents" in paged.kernel_refusal(LATENT, WINDOWED[0], 64)
+    assert "multiple of 64 tokens, not 65" in pools.kernel_refusal(KERNEL_MODEL, odd, 64)
+    assert "no latents" in pools.kernel_refusal(LATENT, WINDOWED[0], 64)

@@ -14,7 +14,7 @@ from kernel_helpers import fp8_rows
 from trace_jax import fp4, model
 from trace_jax.fp4 import FP8, LayerPrecision, PrecisionPolicy, Rule
 from trace_jax.kernels import kv_pages, kv_units
-from trace_jax.model import attention, kv_planes, paged
+from trace_jax.model import attention, kv_planes, paged, pools
 from trace_jax.model.accounting import kv_bytes_per_token
 from trace_jax.model.config_parts import Latent
 from trace_jax.model.sites import LayerSpec, SiteInputs, Sites
@@ -243,13 +243,13 @@ def test_caches_and_pools_have_the_bytes_that_the_accounting_says(policy, fmt, w
     precision = helpers.PRECISIONS[policy]
     each = kv_bytes_per_token(helpers.MOE, fmt, window)
     cache = model.empty_cache(helpers.MOE, precision, 2, 12)
-    pools = [paged.empty_pool(helpers.MOE, p, 6, 4, False) for p in precision]
+    pages = [pools.empty_pool(helpers.MOE, p, 6, 4, False) for p in precision]
     kind = helpers.MOE.layer_kinds[0]
-    states = [paged.empty_state(helpers.MOE, p, kind, 2, False) for p in precision]
+    states = [pools.empty_state(helpers.MOE, p, kind, 2, False) for p in precision]
     held = lambda stored: sum(a.nbytes for a in jax.tree.leaves(stored))
     assert held(cache) == 24 * each
     # Pages hold the quantized rows alone, and a state the last tokens of its sequence.
-    assert held(pools) == 24 * kv_bytes_per_token(helpers.MOE, fmt)
+    assert held(pages) == 24 * kv_bytes_per_token(helpers.MOE, fmt)
     assert held(states) == 2 * window * kv_bytes_per_token(helpers.MOE, None)
 
 
@@ -261,7 +261,7 @@ def test_the_kernels_pages_hold_what_the_record_says_under_noise(length):
     config = dataclasses.replace(helpers.MOE, head_dim=64)
     precision = helpers.PRECISIONS["nvfp4"][0]
     spec = LayerSpec(precision, audit_rows=1)
-    stored = paged.Stored(paged.empty_pool(config, precision, 2, 64, True))
+    stored = pools.Stored(pools.empty_pool(config, precision, 2, 64, True))
     rng = np.random.default_rng(5)
     normal = lambda heads: jnp.asarray(rng.normal(size=(1, length, heads, 64)), jnp.bfloat16)
     q, k, v = normal(4), normal(2), normal(2)

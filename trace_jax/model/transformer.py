@@ -216,7 +216,7 @@ def apply(
       cache: from `empty_cache`, or None (training). Its entries must be those of
         `numerics`' precision. Linear attention goes on from its state, wherever
         `positions` are, unless they begin at 0; `valid` tokens must come first.
-      pages: the cache is one paged.Stored a layer, and this says where tokens stand in its
+      pages: the cache is one pools.Stored a layer, and this says where tokens stand in its
         pages.
       guidance: needed if `numerics` guides. Obeyed where `recorded`.
       guard: FP32 [B, S], steps around the midpoint inside which bits are obeyed.

@@ -9,7 +9,7 @@ import numpy as np
 
 from trace_jax.fp4 import LayerPrecision
 from trace_jax.kernels import cuda_build, dispatch
-from trace_jax.model import ModelConfig, paged
+from trace_jax.model import ModelConfig, pools
 from trace_jax.rollout import memory
 from trace_jax.rollout.continuous import ContinuousEngine
 from trace_jax.rollout.engine import EngineConfig
@@ -135,7 +135,7 @@ def _of_this_turn(rollout: Rollout, lengths) -> Rollout:
 def _kernels_fit(model: ModelConfig, precision: tuple[LayerPrecision, ...]) -> bool:
     """Whether this machine's kernels can run the model; says once why not."""
     reasons = {cuda_build.hopper_refusal()} | {
-        paged.kernel_refusal(model, precision[i], PAGE) for i in model.attention_layers
+        pools.kernel_refusal(model, precision[i], PAGE) for i in model.attention_layers
     }
     if model.hidden % 16 or model.expert_dim % 16:
         reasons.add(f"widths {model.hidden} and {model.expert_dim} are no multiples of 16")

@@ -264,10 +264,10 @@ class ContinuousEngine:
         s, slots = self.scheduler, self.config.cache.slots
         for target, source in _groups(s.page_copies, slots, s.pool.count):
             self._pools = self._copy_pages(self._pools, source, target)
-        some = self.config.cache.prefill_rows  # states are large, and so are copies on their way
-        for place, slot in _groups(s.keeps, some, self.config.cache.kept):
+        few = self.config.cache.prefill_rows  # states are large, and so are copies on their way
+        for place, slot in _groups(s.keeps, few, self.config.cache.kept):
             self._kept = self._keep_states(self._pools, self._kept, slot, place)
-        for slot, place in _groups(s.gives, some, slots):
+        for slot, place in _groups(s.gives, few, slots):
             self._pools = self._give_states(self._pools, self._kept, place, slot)
         s.page_copies, s.keeps, s.gives = {}, {}, {}
         while s.record_copies:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from trace_jax import model
 from trace_jax.fp4 import NO_GUIDANCE, GuidancePlan, LayerPrecision
 from trace_jax.model import ModelConfig
-from trace_jax.model.paged import Pages, Stored, empty_pool, empty_state
+from trace_jax.model.paged import Pages
+from trace_jax.model.pools import Stored, empty_pool, empty_state
 from trace_jax.model.specs import Record
 from trace_jax.rollout import states
 from trace_jax.rollout.sampling import sample
