@@ -102,8 +102,8 @@ class ContinuousEngine:
     def load(self, params: dict, version: int = 0) -> None:
         """Takes rollout parameters: of sync.to_rollout, or by layer already (sync.by_layer).
 
-        Nothing that older weights made survives: stored prompts and the pages of held
-        sequences are dropped. May be called again at any time between requests.
+        Nothing that older weights made survives: stored prompts and the pages and states of
+        held sequences are dropped. May be called again at any time between requests.
 
         Raises:
           RuntimeError: sequences are running; finish them first.
@@ -151,7 +151,7 @@ class ContinuousEngine:
         """Goes on with a held sequence that has ended, after `tokens` of an environment.
 
         The tokens are fed one by one and nothing before them is computed again, unless
-        its pages were needed elsewhere.
+        its pages were needed elsewhere, or no place was left for its state.
         """
         if sequence.done is None:
             raise RuntimeError("the sequence has not ended; extend it after its `done`")
