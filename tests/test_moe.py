@@ -1,6 +1,7 @@
 """Routing, replay, balance loss, and the expert layer against a loop in NumPy."""
 
 import dataclasses
+import re
 from functools import partial
 
 import helpers
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trace_jax import fp4
+from trace_jax import fp4, model
+from trace_jax.fp4 import PrecisionPolicy, Rule
 from trace_jax.kernels.grouped_matmul import group_tokens
 from trace_jax.model.config_parts import Router
 from trace_jax.model.moe import NOT_RECORDED, MoE, load_balance_loss, route
@@ -324,3 +326,19 @@ def test_router_product_asks_for_full_fp32_precision():
     assert len(router) == 1
     assert all(v.aval.dtype == jnp.float32 for v in router[0].invars)
     assert set(router[0].params["precision"]) == {jax.lax.Precision.HIGHEST}
+
+
+def test_what_is_gathered_by_tile_is_made_once():
+    """The trainer's weights and inputs are behind a barrier: no codec runs once a tile."""
+    config = dataclasses.replace(helpers.MOE, num_layers=1)
+    numerics = model.numerics(config, PrecisionPolicy((Rule("*", "nvfp4"),)).resolve(1))
+    shapes = jax.eval_shape(lambda key: model.init(config, key), jax.random.key(0))
+    tokens = jnp.zeros((2, 8), jnp.int32)
+    lowered = jax.jit(lambda p: model.apply(config, p, tokens, numerics).hidden).lower(shapes)
+    kept = re.findall(r"optimization_barrier .*: tensor<(.*)>", lowered.as_text())
+    hidden, width = config.hidden, config.expert_dim
+    assert set(kept) == {
+        f"2x8x{hidden}xbf16",
+        f"4x{2 * width}x{hidden}xbf16",
+        f"4x{hidden}x{width}xbf16",
+    }

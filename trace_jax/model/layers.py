@@ -59,6 +59,15 @@ def stored(weight: jax.Array, dtype=Dtype) -> jax.Array:
     return weight if weight.dtype == jnp.dtype(dtype) else rounded(weight, dtype)
 
 
+def made_once(x: jax.Array) -> jax.Array:
+    """x, for what gathers from it: a value that is made and stored before it is read.
+
+    XLA would else make it again at each place that a row is gathered to, which for experts'
+    weights is each tile of tokens. (On GPU and TPU; XLA:CPU forgets it before it fuses.)
+    """
+    return jax.lax.optimization_barrier(x)
+
+
 def normal_init(fan_in: int):
     return nn.initializers.normal(stddev=fan_in**-0.5)
 

@@ -15,7 +15,15 @@ from trace_jax.model.config import ModelConfig
 from trace_jax.model.config_parts import Router
 from trace_jax.model.expert_parallel import over_experts
 from trace_jax.model.experts import Inner, MidGuide, RoutedWeights, SlotOutputs, slot_outputs
-from trace_jax.model.layers import ExpertWeight, Linear, Mlp, expert_weight, product, rounded
+from trace_jax.model.layers import (
+    ExpertWeight,
+    Linear,
+    Mlp,
+    expert_weight,
+    made_once,
+    product,
+    rounded,
+)
 from trace_jax.model.remat import keepable
 from trace_jax.model.sites import Sites
 
@@ -162,7 +170,7 @@ class MoE(nn.Module):
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
         if isinstance(gate_up, ExpertWeights):
             return self._expert_kernels(x, ids, gates, gate_up, down, sites, given)
-        x = sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(x.dtype)
+        x = made_once(sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(x.dtype))
         weights = RoutedWeights(gate_up, down, *self._biases(experts))
         out = self._routed(x, ids, weights, self._guide_of_mid(ids, routes, sites), sites)
         if out.mid is not None:
@@ -245,4 +253,4 @@ class MoE(nn.Module):
             return weight
         fmt = sites.spec.precision.expert_weight
         weight = expert_weight(weight, fmt, jnp.dtype(self.config.dtype))
-        return weight._replace(values=keepable(weight.values, "expert_weight"))
+        return weight._replace(values=made_once(keepable(weight.values, "expert_weight")))
