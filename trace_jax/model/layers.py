@@ -63,7 +63,8 @@ def made_once(x: jax.Array) -> jax.Array:
     """x, for what gathers from it: a value that is made and stored before it is read.
 
     XLA would else make it again at each place that a row is gathered to, which for experts'
-    weights is each tile of tokens. (On GPU and TPU; XLA:CPU forgets it before it fuses.)
+    weights is each tile of tokens. (On GPU and TPU; XLA:CPU forgets it before it fuses.) Not for
+    what is stored already: of a rollout's weights only the tiles in use are to be read.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -213,6 +214,7 @@ def expert_weight(weight, fmt: Format | None, dtype=Dtype) -> ExpertWeight:
     if isinstance(weight, QTensor):
         return ExpertWeight(unscaled(weight, dtype), weight.outer)
     if fmt is None:
-        return ExpertWeight(stored(weight, dtype), None)
+        values = stored(weight, dtype)
+        return ExpertWeight(values if values is weight else made_once(values), None)
     values, outer = fake_quant_unscaled(rounded(weight), fmt, outer_axes=(1, 2))
-    return ExpertWeight(values.astype(dtype), outer)
+    return ExpertWeight(made_once(values.astype(dtype)), outer)

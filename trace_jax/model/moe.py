@@ -253,4 +253,4 @@ class MoE(nn.Module):
             return weight
         fmt = sites.spec.precision.expert_weight
         weight = expert_weight(weight, fmt, jnp.dtype(self.config.dtype))
-        return weight._replace(values=made_once(keepable(weight.values, "expert_weight")))
+        return weight._replace(values=keepable(weight.values, "expert_weight"))
