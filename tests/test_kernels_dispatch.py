@@ -3,6 +3,7 @@
 import logging
 import subprocess
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,28 @@ def test_no_compiler_is_one_clear_line(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="no nvcc on PATH .* install one") as error:
         cuda_build.build("route")
     assert "\n" not in str(error.value)
+
+
+def test_auto_takes_no_hopper_kernel_that_cannot_be_built(monkeypatch, tmp_path):
+    """Unless all are built already; a named version says what to install."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(cuda_build, "_key", lambda source: "key")
+    hopper = SimpleNamespace(platform="cuda", compute_capability="9.0")
+    monkeypatch.setattr(dispatch, "device", lambda: hopper)
+    refusals = {"reference": lambda: None, "triton": lambda: None,
+                "hopper": cuda_build.hopper_refusal}  # fmt: skip
+    choose = lambda version: dispatch.choose("op", version, refusals, {"gpu": ("hopper", "triton")})
+    cuda_build._compiler_refusal.cache_clear()
+    assert choose("auto") == "triton"
+    with pytest.raises(ValueError, match="version 'hopper' cannot run this call: it needs nvcc"):
+        choose("hopper")
+    (tmp_path / "trace_jax").mkdir()
+    for source in cuda_build.SOURCES.glob("*.cu"):
+        (tmp_path / "trace_jax" / f"{source.stem}-key.so").touch()
+    cuda_build._compiler_refusal.cache_clear()
+    assert choose("auto") == "hopper"
+    cuda_build._compiler_refusal.cache_clear()
 
 
 def test_a_failing_compiler_is_one_clear_line(monkeypatch, tmp_path):

@@ -56,6 +56,10 @@ def _key(source: pathlib.Path) -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
+def _target(source: pathlib.Path) -> pathlib.Path:
+    return cache_dir() / f"{source.stem}-{_key(source)}.so"
+
+
 def build(name: str, folder: pathlib.Path = SOURCES) -> pathlib.Path:
     """The shared library of `folder`/`name`.cu, compiled unless the cache has it.
 
@@ -63,7 +67,7 @@ def build(name: str, folder: pathlib.Path = SOURCES) -> pathlib.Path:
       RuntimeError: no compiler, or it failed; one line that says which and what to do.
     """
     source = folder / f"{name}.cu"
-    target = cache_dir() / f"{name}-{_key(source)}.so"
+    target = _target(source)
     if target.exists():
         return target
     nvcc = find_nvcc()
@@ -103,4 +107,12 @@ def hopper_refusal() -> str | None:
     capability = str(getattr(dispatch.device(), "compute_capability", ""))
     if capability != "9.0":
         return f"it needs compute capability 9.0 (Hopper); this device has {capability or 'none'}"
+    return _compiler_refusal()
+
+
+@functools.cache
+def _compiler_refusal() -> str | None:
+    """Why the sources cannot be built, or None: there is a compiler, or all are built already."""
+    if find_nvcc() is None and not all(_target(p).exists() for p in SOURCES.glob("*.cu")):
+        return 'it needs nvcc, on PATH or from pip install "nvidia-cuda-nvcc"'
     return None
