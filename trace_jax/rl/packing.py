@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SHAPES = 8  # numbers of rows that a batch can be packed into: each compiles once
+SHAPES = 16  # numbers of rows that a batch can be packed into: each compiles once
 
 
 class Packing(NamedTuple):
@@ -48,7 +48,8 @@ def pack(lengths: np.ndarray, length: int, width: int, pieces: int) -> Packing:
         )
     parts = lengths.reshape(pieces, -1)
     placed = [_first_fit(part, width) for part in parts]
-    step = -(-parts.shape[1] // SHAPES)
+    most = -(-parts.shape[1] // max(width // length, 1))  # rows, were all sequences of S tokens
+    step = -(-most // SHAPES)
     rows = -(-(1 + max(int(row.max()) for row, _ in placed)) // step) * step
     source = np.full((pieces, rows, width), -1, np.int32)
     for piece, (row, start) in enumerate(placed):
