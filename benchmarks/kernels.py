@@ -48,7 +48,8 @@ ROUTING_SKEW = 0.8  # spread of the experts' logits, over Gumbel noise a token
 
 def library(name: str) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(cuda_build.build(f"bench_{name}", HERE / "cuda")))
-    getattr(lib, f"bench_{name}").restype = ctypes.c_float
+    for call in {"expert_matmul": ("expert_matmul", "expert_layer")}.get(name, (name,)):
+        getattr(lib, f"bench_{call}").restype = ctypes.c_float
     return lib
 
 
@@ -116,13 +117,43 @@ def fitting(quantized: bool, tokens: int) -> list[int]:
 def time_experts(lib, copy: float) -> list[dict]:
     rows = []
     draw = jax.jit(random_weights, static_argnums=(0, 1))
-    for gated in (True, False):
-        for quantized in (False, True):
-            weights = [draw(quantized, gated, seed) for seed in range(6 if quantized else 3)]
-            for tokens in TOKENS:
-                rows += _time_product(lib, copy, weights, quantized, gated, tokens)
-            del weights
-    return rows + layer_rows(rows)
+    for quantized in (False, True):
+        several = range(6 if quantized else 3)
+        weights = {gated: [draw(quantized, gated, i) for i in several] for gated in (True, False)}
+        for tokens in TOKENS:
+            for gated in (True, False):
+                rows += _time_product(lib, copy, weights[gated], quantized, gated, tokens)
+            rows += _time_layer(lib, copy, weights, quantized, tokens)
+        del weights
+    return rows
+
+
+def _time_layer(lib, copy, weights, quantized, tokens) -> list[dict]:
+    """Gate and up, activation, quantization (of FP4 alone), down: one call of the engine."""
+    r, slots = routing(tokens), tokens * TOP_K
+    x = jax.random.normal(jax.random.key(1), (tokens, HIDDEN), jnp.bfloat16)
+    out, mid = jnp.zeros((slots, HIDDEN), jnp.float32), jnp.zeros((slots, FF), jnp.bfloat16)
+    outer, groups = jnp.ones((EXPERTS, 2), jnp.float32), slots // 8 + EXPERTS
+    scratch = [
+        jnp.zeros(shape, dtype)
+        for k in (HIDDEN, FF)
+        for shape, dtype in (((groups, k * 16), jnp.uint8), ((groups, 8, 2), jnp.int32))
+    ]
+    jax.block_until_ready((weights, x, out, mid, outer, scratch, r))
+    active = int((jnp.diff(r.offset) > 0).sum())
+    byte_count = active * sum(w[0].nbytes for w in weights.values()) // EXPERTS
+    byte_count += x.nbytes + 2 * mid.nbytes + out.nbytes
+    case = f"{'nvfp4' if quantized else 'bf16'}, {active} experts hit"
+    rows = []
+    for i in fitting(quantized, tokens):
+        us = lib.bench_expert_layer(
+            i, pointers(weights[True]), pointers(weights[False]), len(weights[True]),
+            pointer(outer), pointer(x), pointer(r.slot), pointer(r.offset), pointer(out),
+            pointer(mid), *map(pointer, scratch), EXPERTS, HIDDEN, FF, slots, TOP_K,
+            int(quantized), 9,
+        )  # fmt: skip
+        rows.append(row("expert_layer", case, tokens, checked(us), byte_count, copy, f"v{i}"))
+    return rows
 
 
 def _time_product(lib, copy, weights, quantized, gated, tokens) -> list[dict]:
@@ -183,7 +214,7 @@ def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
     chosen = ka.HOPPER_VARIANTS[kind, HEAD]
     variants = chosen if FLAGS.all else chosen[:1]
     split = ka.split_pages(batch * KV_HEADS, max_pages)
-    splits = -(-max_pages // split)
+    splits = ka.split_count(split, max_pages)
     slots = splits * batch * KV_HEADS
     out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))
     jax.block_until_ready((pools, table, lengths, q, out, partial))
@@ -265,28 +296,6 @@ def add_ratios(rows: list[dict]) -> None:
     for r in rows:
         if key(r) in best:
             r["ratio_to_bf16"] = round(best[key(r)] / r["us"], 3)
-
-
-def layer_rows(rows: list[dict]) -> list[dict]:
-    """Gate+up and down together: the expert products of one layer, the fastest kernels."""
-    total = []
-    for kind in ("bf16", "nvfp4"):
-        for tokens in TOKENS:
-            parts = [
-                min(
-                    (r for r in rows if r["op"] == f"expert_matmul {op}"
-                     and r["tokens"] == tokens and r["case"].startswith(kind)),
-                    key=lambda r: r["us"],
-                )
-                for op in ("gate+up", "down")
-            ]  # fmt: skip
-            us = sum(p["us"] for p in parts)
-            share = sum(p["us"] * p["share_of_copy"] for p in parts) / us
-            total.append(dict(
-                parts[0], op="expert_matmul layer", us=round(us, 2), share_of_copy=round(share, 4),
-                kernel="+".join(p["kernel"] for p in parts),
-            ))  # fmt: skip
-    return total
 
 
 def header(copy: float) -> dict:

@@ -70,9 +70,9 @@ CASES = (
     "nvfp4:496:8192:own largest batch",
     "bf16:48:2048:50 tokens/s a sequence",
     "bf16:56:2048:50 tokens/s a sequence",
-    "nvfp4:512:2048:50 tokens/s a sequence",
-    "nvfp4:640:2048:50 tokens/s a sequence",
-    "nvfp4:768:2048:50 tokens/s a sequence",
+    "nvfp4:320:2048:50 tokens/s a sequence",
+    "nvfp4:384:2048:50 tokens/s a sequence",
+    "nvfp4:416:2048:50 tokens/s a sequence",
     "nvfp4:256:2048:batch 256",
 )
 FASTEST_MS = {"50 tokens/s a sequence": 20.0}  # a step of these regimes may take no longer
@@ -429,6 +429,7 @@ def compare(rows: list[dict]) -> None:
             other["tokens_per_s"]
             for other in rows
             if other["precision"] == "bf16"
+            and other["context"] == row["context"]
             and other["regime"].split(",")[0] == row["regime"].split(",")[0]
             and in_time(other)
         ]

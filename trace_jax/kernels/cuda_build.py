@@ -90,10 +90,13 @@ def build(name: str, folder: pathlib.Path = SOURCES) -> pathlib.Path:
 
 
 @functools.cache
-def register(name: str) -> str:
-    """Builds cuda/`name`.cu and registers its handler; the FFI target's name."""
+def register(name: str, source: str | None = None) -> str:
+    """Builds cuda/`source`.cu (by default `name`.cu) and registers the handler `name` of it.
+
+    Returns the FFI target's name.
+    """
     target = f"trace_jax_{name}"
-    library = ctypes.CDLL(str(build(name)))
+    library = ctypes.CDLL(str(build(source or name)))
     jax.ffi.register_ffi_target(
         target, jax.ffi.pycapsule(getattr(library, target)), platform="CUDA"
     )

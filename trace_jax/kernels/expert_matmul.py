@@ -35,7 +35,7 @@ from trace_jax.kernels.expert_layout import decode_bias, decode_layout
 from trace_jax.kernels.expert_layout import lay_out as lay_out
 
 Activation = Literal["silu", "clamped_swiglu"]
-_EPILOGUE = {None: 0, "silu": 1, "clamped_swiglu": 2}
+EPILOGUE = {None: 0, "silu": 1, "clamped_swiglu": 2}
 _MAX_EXPERTS = 511  # of the CUDA kernel
 
 
@@ -134,7 +134,7 @@ def _hopper(x, weights, routing, x_outer, activation, variant=None):
     return call(
         weights.data, weights.outer, none if weights.bias is None else weights.bias.reshape(-1), x,
         none if x_outer is None else x_outer.reshape(-1), routing.slot, routing.offset,
-        variant=np.int64(variant), epilogue=np.int64(_EPILOGUE[activation]),
+        variant=np.int64(variant), epilogue=np.int64(EPILOGUE[activation]),
         top_k=np.int64(rows // x.shape[0]),
     )[0]  # fmt: skip
 
@@ -211,7 +211,8 @@ def _tpu_refusal(x, weights) -> str | None:
     return _pallas_refusal(x, weights)
 
 
-def _hopper_refusal(x, weights) -> str | None:
+def hopper_refusal(x, weights) -> str | None:
+    """Why the CUDA kernel cannot multiply x with weights; None if it can."""
     if weights.layout != "hopper":
         return f"it takes weights in the layout 'hopper', not {weights.layout!r}"
     if x.dtype != jnp.bfloat16:
@@ -259,7 +260,7 @@ def expert_matmul(
     rows = routing.slot.shape[0]
     if x.shape[-1] != weights.k:
         raise ValueError(f"expert_matmul: x has K = {x.shape[-1]}, the weights {weights.k}")
-    if (activation is not None) != weights.gated or activation not in _EPILOGUE:
+    if (activation is not None) != weights.gated or activation not in EPILOGUE:
         raise ValueError(
             f"expert_matmul: activation {activation!r} with {'gated' if weights.gated else 'plain'}"
             " weights; write silu or clamped_swiglu for gated weights, None for plain ones"
@@ -268,7 +269,7 @@ def expert_matmul(
         raise ValueError(f"expert_matmul: {x.shape[0]} rows of x do not fit {rows} routed rows")
     refusals = {
         "reference": lambda: None,
-        "hopper": lambda: _hopper_refusal(x, weights),
+        "hopper": lambda: hopper_refusal(x, weights),
         "triton": lambda: _triton_refusal(x, weights),
         "pallas_tpu": lambda: _tpu_refusal(x, weights),
         "pallas_interpret": lambda: _pallas_refusal(x, weights),
@@ -300,7 +301,8 @@ def matmul(
 # The kernels that cuda/expert_matmul.cu compiles, in its order:
 # (FP4?, smallest rows an expert on average for which it is chosen).
 HOPPER_VARIANTS = (
-    (True, 0.0), (True, 0.5), (True, 6.0), (True, 96.0), (False, 0.0), (False, 96.0),
+    (True, 0.0), (True, 0.5), (True, 6.0), (True, 96.0),
+    (False, 0.0), (False, 0.5), (False, 96.0),
 )  # fmt: skip
 
 

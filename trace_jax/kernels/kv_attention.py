@@ -84,6 +84,11 @@ def split_pages(tiles: int, max_pages: int) -> int:
     return 16 if tiles * max_pages >= 8 * 16 * BLOCKS else 8
 
 
+def split_count(split: int, pages: int) -> int:
+    """Partial results of so many pages, as in cuda/paged_attention.cu."""
+    return max(1, (pages + split // 2) // split)
+
+
 def _hopper(
     q, pages, table, lengths, scale, window, sink, recent=None, variant=None, split=None
 ):  # fmt: skip
@@ -92,7 +97,7 @@ def _hopper(
     index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
     tiles = batch * kv_heads * -(-heads // kv_heads // 8)
     split = split or split_pages(tiles, table.shape[1])
-    splits = -(-table.shape[1] // split) + (recent is not None)
+    splits = split_count(split, table.shape[1]) + (recent is not None)
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((tiles, splits, 8, d), jnp.float32),

@@ -47,7 +47,7 @@ def _hopper_refusal(logits: jax.Array, top_k: int) -> str | None:
 def choose_experts(
     logits: jax.Array, top_k: int, *, normalize: bool, version: str = "auto"
 ) -> tuple[jax.Array, jax.Array]:
-    """ids int32 and gates FP32 [tokens, top_k] of FP32 logits [tokens, parts, experts].
+    """ids int32 and gates FP32 [tokens, top_k] of FP32 logits [tokens, 1 or 3 parts, experts].
 
     Args:
       version: "auto", "reference" or "hopper".

@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from trace_jax import fp4
 from trace_jax.kernels import expert_matmul
+from trace_jax.kernels.expert_layer import expert_layer
 from trace_jax.kernels.expert_matmul import ExpertWeights
 from trace_jax.kernels.top_k import add_parts, choose_experts
 from trace_jax.model.config import ModelConfig
@@ -201,13 +202,23 @@ class MoE(nn.Module):
             tokens = self._kernel_input("expert_in", x[:, :, None], sites)
         tokens = tokens.reshape(-1, cfg.hidden)
         activation = "clamped_swiglu" if cfg.swiglu_limit else "silu"
-        mid = expert_matmul.expert_matmul(tokens, gate_up, routing, activation=activation)
 
         def by_slot(a):
             return jnp.zeros_like(a).at[routing.slot].set(a).reshape(*ids.shape, -1)
 
-        mid = self._kernel_input("expert_mid", mid, sites, by_slot)
-        y = expert_matmul.expert_matmul(mid, down, routing).reshape(*gates.shape, -1)
+        if sites.spec.audit_rows or sites.inputs.noise_key is not None:
+            mid = expert_matmul.expert_matmul(tokens, gate_up, routing, activation=activation)
+            mid = self._kernel_input("expert_mid", mid, sites, by_slot)
+            y = expert_matmul.expert_matmul(mid, down, routing)
+        else:
+            fmt = sites.spec.precision.expert_mid
+            record = None if fmt is None else sites.record_bits("expert_mid")
+            y, left = expert_layer(
+                tokens, gate_up, down, routing, activation=activation, fmt=fmt, record=record
+            )
+            if left is not None:
+                sites.keep("expert_mid", jax.tree.map(by_slot, left))
+        y = y.reshape(*gates.shape, -1)
         return rounded(jnp.sum(y * gates[..., None], axis=1).reshape(x.shape), x.dtype)
 
     def _kernel_input(self, site, x, sites: Sites, order=lambda a: a):

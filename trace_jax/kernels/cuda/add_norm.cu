@@ -70,7 +70,9 @@ __global__ void __launch_bounds__(kNormThreads) add_norm(const AddNormArgs p) {
     v[i].w = scale_pair_by(v[i].w, scale, z.z, z.w);
     p.normed[base + u] = v[i];
   }
-  if (p.fake.value) quantize_row<4, UNITS>(p.fake, row, threadIdx.x, v);
+  if (p.fake.value)
+    quantize_row<4, UNITS>(p.fake, row, threadIdx.x, v,
+                           [&](int u, const uint4& q) { p.fake.value[base + u] = q; });
 }
 
 cudaError_t launch_add_norm(const AddNormArgs& p, cudaStream_t stream) {

@@ -1,14 +1,20 @@
-// Routed rows times expert weights (NVFP4 or BF16) on Hopper, in two launches.
+// Routed rows times expert weights (NVFP4 or BF16) on Hopper: one product in two launches, or a
+// layer of experts (gate and up, activation, quantization, down) in four that overlap.
 //
-// `pack_rows` gathers the rows by expert into the order in which the tensor cores read them.
+// `pack_rows` gathers the rows by expert into the order in which the tensor cores read them;
+// `pack_mid` quantizes what lies between the two products on the way.
 // `expert_matmul` runs persistent blocks, one a multiprocessor, each with an equal share of the
 // work of all experts that have rows. A unit of work is up to 4 * WGS tiles of 16 outputs times
 // up to NMAX rows of one expert. K streams through a ring of stages: four warps fetch weights
 // and rows by bulk copies, WGS warpgroups multiply, one tile a warp. Weights are laid out so that
 // a lane's 16-byte load is its A operand; up to 16 rows use mma.sync, more use wgmma with the
 // decoded weights in registers, so that decoding is paid once for all rows of a unit.
+//
+// A row's result does not depend on the other rows: however it is computed, its sum over K runs in
+// CHAINS chains, chunk c of K in chain c % CHAINS, which are added up as (0 + 2) + (1 + 3).
 #include "common.cuh"
 #include "expert_schedule.cuh"
+#include "fake_quantize.cuh"
 #include "wgmma.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -37,10 +43,11 @@ constexpr int kWeightWarps = 3;    // a bulk copy costs its warp about a hundred
 
 template <int FP4> constexpr int kChunkBytes = FP4 ? 576 : 2048;
 
-template <int FP4_, int WGS_, int NMAX_, int KS_, int STAGES_, bool DEAL_>
+template <int FP4_, int WGS_, int NMAX_, int KS_, int STAGES_, bool DEAL_, int CHAINS_>
 struct Config {
   static constexpr int FP4 = FP4_, WGS = WGS_, NMAX = NMAX_, KS = KS_, STAGES = STAGES_;
   static constexpr bool DEAL = DEAL_;
+  static constexpr int CHAINS = CHAINS_;  // 4: up to 16 rows an expert, whose K warps may share
   static constexpr int kTiles = WGS * 4;  // of 16 outputs, one a warp
   static constexpr int kConsumers = WGS * 128;
   static constexpr int kThreads = kConsumers + 128;
@@ -132,6 +139,43 @@ __global__ void __launch_bounds__(128) pack_rows(const __grid_constant__ Args p)
       at[96] = v[c][half].w;
     }
   }
+}
+
+// Rows of the gated product, quantized (NVFP4, a power-of-two outer scale a row) and packed for the
+// next one; their guidance as `fake` asks for it. A warp a row.
+template <int UNITS>
+__global__ void __launch_bounds__(128) pack_mid(const __grid_constant__ Args p,
+                                                const __grid_constant__ FakeArgs fake) {
+  int lane = threadIdx.x & 31, row = blockIdx.x * 4 + (threadIdx.x >> 5);
+  grid_wait();
+  grid_release();
+  if (row >= p.rows) return;
+  int before = 0;  // experts whose rows end before this one
+  for (int e = lane; e < p.experts; e += 32) before += p.offset[e + 1] <= row;
+  int expert = __reduce_add_sync(~0u, before), first = p.offset[expert];
+  int group = first_group(expert, first) + (row - first) / 8, within = (row - first) % 8;
+  if (lane == 0)
+    p.info[group * 8 + within] = make_int2(p.slot[row], __float_as_int(1.0f));
+  int units = fake.width / 8;
+  uint4 x[UNITS];
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) {
+    int u = lane + 32 * i;
+    x[i] = u < units ? fake.x[(size_t)row * units + u] : make_uint4(0, 0, 0, 0);
+  }
+  uint32_t* to = reinterpret_cast<uint32_t*>(p.packed + (size_t)group * p.chunks * 1024);
+  // Where K ends inside a chunk, its rest must be zero.
+  for (int u = units + lane; u < p.chunks * 8; u += 32) {
+    uint32_t* at = to + u / 8 * 256 + u % 2 * 128 + within * 4 + u % 8 / 2;
+    at[0] = at[32] = at[64] = at[96] = 0;
+  }
+  quantize_row<1, UNITS>(fake, row, lane, x, [&](int u, const uint4& v) {
+    uint32_t* at = to + u / 8 * 256 + u % 2 * 128 + within * 4 + u % 8 / 2;
+    at[0] = v.x;
+    at[32] = v.y;
+    at[64] = v.z;
+    at[96] = v.w;
+  });
 }
 
 // One of kWeightWarps: every unit's weights, a lane a tile.
@@ -330,58 +374,73 @@ struct Consumer {
     uint32_t a[16];
     decode(v.weights, a);
 #pragma unroll
-    for (int j = 0; j < GROUPS; j++) {
+    for (int half = 0; half < 2; half++) {
+      const uint32_t* w = a + half * 8;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint32_t* w = a + half * 8;
+      for (int j = 0; j < GROUPS; j++) {
         const uint4& b = v.rows[j][half];
-        mma(acc[j * 2], w[0], w[1], w[2], w[3], b.x, b.y);
-        mma(acc[j * 2 + 1], w[4], w[5], w[6], w[7], b.z, b.w);
+        mma(acc[j], w[0], w[1], w[2], w[3], b.x, b.y);
+        mma(acc[j], w[4], w[5], w[6], w[7], b.z, b.w);
       }
     }
   }
 
-  // A unit of up to 16 rows. Where tiles are few, PARTS warps share a tile's K.
+  // A unit of up to 16 rows. Where tiles are few, PARTS warps share a tile's K: chain c is that of
+  // part c % PARTS.
   template <int GROUPS, int PARTS>
   __device__ __forceinline__ void few_rows(const Unit& u) {
-    constexpr int tiles = C::kTiles / PARTS;
+    static_assert(PARTS <= C::CHAINS, "a part has a chain or more");
+    constexpr int tiles = C::kTiles / PARTS, own = C::CHAINS / PARTS;
     int tile = warp % tiles, part = warp / tiles;
     bool active = tile < u.tiles;
     float4 f = active ? factors(u, tile) : float4{};
-    float acc[GROUPS * 2][4] = {};
+    float acc[own][GROUPS][4] = {};
     for (int chunk = 0; chunk < p.chunks; chunk += C::KS) {
       wait();
       int count = active ? min(C::KS, p.chunks - chunk) : 0;
-      if (count == C::KS && PARTS <= C::KS) {
+      if (count == C::KS && C::KS % C::CHAINS == 0) {
         Chunk<GROUPS> next = load_chunk<GROUPS>(tile, part);
 #pragma unroll
         for (int c = 0; c < C::KS; c += PARTS) {
           Chunk<GROUPS> now = next;
           if (c + PARTS < C::KS) next = load_chunk<GROUPS>(tile, c + PARTS + part);
-          chunk_product<GROUPS>(now, acc);
+          chunk_product<GROUPS>(now, acc[c / PARTS % own]);
         }
       } else {
-        for (int c = 0; c < count; c++)
-          if ((chunk + c) % PARTS == part)
-            chunk_product<GROUPS>(load_chunk<GROUPS>(tile, c), acc);
+        for (int c = 0; c < count; c++) {
+          if ((chunk + c) % PARTS != part) continue;
+          Chunk<GROUPS> now = load_chunk<GROUPS>(tile, c);
+#pragma unroll
+          for (int i = 0; i < own; i++)
+            if ((chunk + c) / PARTS % own == i) chunk_product<GROUPS>(now, acc[i]);
+        }
       }
       release(ring.at);
       ring.advance();
     }
     float sum[GROUPS][4];
 #pragma unroll
-    for (int j = 0; j < GROUPS; j++)
+    for (int j = 0; j < GROUPS; j++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum[j][i] = acc[j * 2][i] + acc[j * 2 + 1][i];
+      for (int i = 0; i < 4; i++) {
+        sum[j][i] = acc[0][j][i];
+        if constexpr (own >= 2) sum[j][i] += acc[own / 2][j][i];
+        if constexpr (own == 4) sum[j][i] += acc[1][j][i] + acc[3][j][i];
+      }
+    }
     if constexpr (PARTS > 1) {
       static_assert(GROUPS == 1, "there is room for the sums of 8 rows");
       s.sums[warp * 32 + lane] = make_float4(sum[0][0], sum[0][1], sum[0][2], sum[0][3]);
       named_barrier(1, C::kConsumers);
-#pragma unroll
-      for (int w = 1; w < PARTS; w++) {
-        float4 d = s.sums[(tile + w * tiles) * 32 + lane];
-        sum[0][0] += d.x; sum[0][1] += d.y; sum[0][2] += d.z; sum[0][3] += d.w;
+      auto add = [&](int w) { return s.sums[(tile + w * tiles) * 32 + lane]; };
+      float4 other = add(1);
+      if constexpr (PARTS == 4) {
+        float4 second = add(2), fourth = add(3);
+        sum[0][0] += second.x; sum[0][1] += second.y;
+        sum[0][2] += second.z; sum[0][3] += second.w;
+        other.x += fourth.x; other.y += fourth.y; other.z += fourth.z; other.w += fourth.w;
       }
+      sum[0][0] += other.x; sum[0][1] += other.y; sum[0][2] += other.z; sum[0][3] += other.w;
       named_barrier(1, C::kConsumers);
     }
     if (active && part == 0) finish<GROUPS>(u, u.tile + tile, f, sum);
@@ -443,12 +502,15 @@ struct Consumer {
   __device__ __forceinline__ void run(Walk walk) {
     Unit u;
     for (; walk.next(u); index = (index + 1) % kInfoRing) {
-      if (u.rows <= 8 && u.tiles * 4 <= C::kTiles) few_rows<1, 4>(u);
-      else if (u.rows <= 8 && u.tiles * 2 <= C::kTiles) few_rows<1, 2>(u);
-      else if (u.rows <= 8) few_rows<1, 1>(u);
-      else if (u.rows <= 16) few_rows<2, 1>(u);
-      else if constexpr (C::NMAX >= 32) {
-        if (u.rows <= 32) many_rows<32>(u);
+      if constexpr (C::CHAINS == 4) {
+        if (u.rows > 8) few_rows<2, 1>(u);
+        else if (u.tiles * 4 <= C::kTiles) few_rows<1, 4>(u);
+        else if (u.tiles * 2 <= C::kTiles) few_rows<1, 2>(u);
+        else few_rows<1, 1>(u);
+      } else {
+        if (u.rows <= 8) few_rows<1, 1>(u);
+        else if (u.rows <= 16) few_rows<2, 1>(u);
+        else if (u.rows <= 32) many_rows<32>(u);
         else if (C::NMAX >= 48 && u.rows <= 48) many_rows<(C::NMAX >= 48 ? 48 : 32)>(u);
         else if (C::NMAX >= 64 && u.rows <= 64) many_rows<(C::NMAX >= 64 ? 64 : 32)>(u);
         else if (C::NMAX >= 96 && u.rows <= 96) many_rows<(C::NMAX >= 96 ? 96 : 32)>(u);
@@ -478,8 +540,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) expert_matmul(const __grid_con
   else work(share<C>(p.offset, p.experts, p.tiles, Table(s.table)));
 }
 
+// Packs the rows and multiplies them. `fake`: the rows are those of a gated product, to be
+// quantized on the way.
 template <class C>
-cudaError_t launch(const Args& args, cudaStream_t stream) {
+cudaError_t launch(const Args& args, const FakeArgs* fake, cudaStream_t stream) {
   static_assert(C::kShared <= 232448, "a block does not fit a multiprocessor");
   static_assert(C::STAGES + 1 < kInfoRing, "row information is overwritten too early");
   static_assert(C::kThreads > kMaxExperts, "the schedule takes a thread an expert");
@@ -487,78 +551,166 @@ cudaError_t launch(const Args& args, cudaStream_t stream) {
   static cudaError_t ready =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kShared);
   if (ready != cudaSuccess) return ready;
-  int groups = args.rows / 8 + args.experts;
-  int blocks = (groups * ((args.chunks + kPackChunks - 1) / kPackChunks) + 3) / 4;
-  cudaError_t error = launch_dependent(pack_rows, blocks, 128, 0, stream, args);
+  cudaError_t error;
+  if (fake) {
+    auto pack = fake->width <= 256    ? pack_mid<1>
+                : fake->width <= 768  ? pack_mid<3>
+                : fake->width <= 1536 ? pack_mid<6>
+                                      : pack_mid<12>;
+    error = launch_dependent(pack, (args.rows + 3) / 4, 128, 0, stream, args, *fake);
+  } else {
+    int groups = args.rows / 8 + args.experts;
+    int blocks = (groups * ((args.chunks + kPackChunks - 1) / kPackChunks) + 3) / 4;
+    error = launch_dependent(pack_rows, blocks, 128, 0, stream, args);
+  }
   if (error != cudaSuccess) return error;
   return launch_dependent(kernel, multiprocessors(), C::kThreads, C::kShared, stream, args);
 }
 
 }  // namespace trace_jax
 
-// --- the call from XLA ------------------------------------------------------------------
+// --- the calls from XLA -----------------------------------------------------------------
 
 struct Variant {
   int fp4;
-  cudaError_t (*launch)(const trace_jax::Args&, cudaStream_t);
+  cudaError_t (*launch)(const trace_jax::Args&, const trace_jax::FakeArgs*, cudaStream_t);
 };
 
 #define VARIANT(fp4, ...) {fp4, trace_jax::launch<trace_jax::Config<fp4, __VA_ARGS__>>}
 
 // The order is that of HOPPER_VARIANTS in expert_matmul.py.
 static const Variant kVariants[] = {
-    // FP4?; warpgroups, rows of a unit, chunks of 64 along K a stage, stages, units dealt?
-    VARIANT(1, 4, 64, 4, 3, true), VARIANT(1, 4, 64, 4, 3, false), VARIANT(1, 4, 64, 4, 3, true),
-    VARIANT(1, 3, 128, 2, 4, true), VARIANT(0, 4, 64, 1, 5, true), VARIANT(0, 3, 128, 1, 5, true),
+    // FP4?; warpgroups, rows of a unit, chunks of 64 along K a stage, stages, units dealt?, chains
+    VARIANT(1, 4, 16, 4, 4, true, 4),  VARIANT(1, 4, 64, 4, 3, false, 1),
+    VARIANT(1, 4, 64, 4, 3, true, 1),  VARIANT(1, 3, 128, 2, 4, true, 1),
+    VARIANT(0, 4, 16, 1, 6, true, 4),  VARIANT(0, 4, 64, 1, 5, true, 1),
+    VARIANT(0, 3, 128, 1, 5, true, 1),
 };
 
-static ffi::Error ExpertMatmul(cudaStream_t stream, ffi::Buffer<ffi::U8> weight,
-                               ffi::Buffer<ffi::F32> weight_outer, ffi::Buffer<ffi::F32> bias,
-                               ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::F32> x_outer,
-                               ffi::Buffer<ffi::S32> slot, ffi::Buffer<ffi::S32> offset,
-                               ffi::Result<ffi::AnyBuffer> out,
-                               ffi::Result<ffi::Buffer<ffi::U8>> packed,
-                               ffi::Result<ffi::Buffer<ffi::S32>> info, int64_t variant,
-                               int64_t epilogue, int64_t top_k) {
+using Bytes = ffi::Buffer<ffi::U8>;
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+using Rows = ffi::Buffer<ffi::BF16>;
+
+// What a product reads of its weights and its routing.
+static trace_jax::Args arguments(const Bytes& weight, const Floats& outer, const Floats& bias,
+                                 const Ints& slot, const Ints& offset) {
   trace_jax::Args args{};
   args.weight = weight.typed_data();
-  args.weight_outer = reinterpret_cast<const float2*>(weight_outer.typed_data());
+  args.weight_outer = reinterpret_cast<const float2*>(outer.typed_data());
   args.bias = bias.element_count() ? bias.typed_data() : nullptr;
-  args.x = reinterpret_cast<const __nv_bfloat16*>(x.typed_data());
-  args.x_outer = x_outer.element_count() ? x_outer.typed_data() : nullptr;
   args.slot = slot.typed_data();
   args.offset = offset.typed_data();
-  args.out = out->untyped_data();
-  args.packed = packed->typed_data();
-  args.info = reinterpret_cast<int2*>(info->typed_data());
   args.experts = static_cast<int>(weight.dimensions()[0]);
   args.tiles = static_cast<int>(weight.dimensions()[1]);
   args.chunks = static_cast<int>(weight.dimensions()[2]);
-  args.k = static_cast<int>(x.dimensions().back());
   args.rows = static_cast<int>(slot.element_count());
-  args.top_k = static_cast<int>(top_k);
-  args.epilogue = static_cast<int>(epilogue);
-  if (variant < 0 || variant >= static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant)))
-    return ffi::Error::InvalidArgument("expert_matmul: no such variant");
-  cudaError_t error = kVariants[variant].launch(args, stream);
+  return args;
+}
+
+static ffi::Error refused(cudaError_t error) {
   if (error != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(error));
   return ffi::Error::Success();
+}
+
+static bool exists(int64_t variant) {
+  return variant >= 0 && variant < static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant));
+}
+
+static ffi::Error ExpertMatmul(cudaStream_t stream, Bytes weight, Floats weight_outer,
+                               Floats bias, Rows x, Floats x_outer, Ints slot, Ints offset,
+                               ffi::Result<ffi::AnyBuffer> out, ffi::Result<Bytes> packed,
+                               ffi::Result<Ints> info, int64_t variant, int64_t epilogue,
+                               int64_t top_k) {
+  if (!exists(variant)) return ffi::Error::InvalidArgument("expert_matmul: no such variant");
+  trace_jax::Args args = arguments(weight, weight_outer, bias, slot, offset);
+  args.x = reinterpret_cast<const __nv_bfloat16*>(x.typed_data());
+  args.x_outer = x_outer.element_count() ? x_outer.typed_data() : nullptr;
+  args.out = out->untyped_data();
+  args.packed = packed->typed_data();
+  args.info = reinterpret_cast<int2*>(info->typed_data());
+  args.k = static_cast<int>(x.dimensions().back());
+  args.top_k = static_cast<int>(top_k);
+  args.epilogue = static_cast<int>(epilogue);
+  return refused(kVariants[variant].launch(args, nullptr, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_expert_matmul, ExpertMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<Bytes>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Rows>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::U8>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<Bytes>()
+                                  .Ret<Ints>()
                                   .Attr<int64_t>("variant")
                                   .Attr<int64_t>("epilogue")
                                   .Attr<int64_t>("top_k"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error ExpertLayer(cudaStream_t stream, Bytes gate_up, Floats gate_up_outer,
+                              Floats gate_up_bias, Bytes down, Floats down_outer,
+                              Floats down_bias, Rows x, Ints slot, Ints offset,
+                              ffi::Result<Floats> out, ffi::Result<Rows> mid,
+                              ffi::Result<Bytes> packed, ffi::Result<Ints> info,
+                              ffi::Result<Bytes> packed_mid, ffi::Result<Ints> info_mid,
+                              ffi::Result<Bytes> bits, ffi::Result<Bytes> scales,
+                              int64_t variant, int64_t epilogue, int64_t top_k, bool quantize) {
+  if (!exists(variant)) return ffi::Error::InvalidArgument("expert_layer: no such variant");
+  trace_jax::Args first = arguments(gate_up, gate_up_outer, gate_up_bias, slot, offset);
+  first.x = reinterpret_cast<const __nv_bfloat16*>(x.typed_data());
+  first.out = mid->untyped_data();
+  first.packed = packed->typed_data();
+  first.info = reinterpret_cast<int2*>(info->typed_data());
+  first.k = static_cast<int>(x.dimensions().back());
+  first.top_k = static_cast<int>(top_k);
+  first.epilogue = static_cast<int>(epilogue);
+  cudaError_t error = kVariants[variant].launch(first, nullptr, stream);
+  if (error != cudaSuccess) return refused(error);
+  trace_jax::Args second = arguments(down, down_outer, down_bias, slot, offset);
+  second.x = reinterpret_cast<const __nv_bfloat16*>(mid->untyped_data());
+  second.out = out->untyped_data();
+  second.packed = packed_mid->typed_data();
+  second.info = reinterpret_cast<int2*>(info_mid->typed_data());
+  second.k = static_cast<int>(mid->dimensions().back());
+  second.top_k = second.epilogue = 0;
+  trace_jax::FakeArgs fake{};
+  fake.x = reinterpret_cast<const uint4*>(mid->untyped_data());
+  fake.bits = bits->element_count() ? bits->typed_data() : nullptr;
+  fake.scales = scales->element_count() ? scales->typed_data() : nullptr;
+  fake.width = second.k;
+  fake.rows = second.rows;
+  fake.whole_codes = bits->dimensions().back() == fake.width / 2;
+  return refused(kVariants[variant].launch(second, quantize ? &fake : nullptr, stream));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_expert_layer, ExpertLayer,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Bytes>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Bytes>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Rows>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Ret<Floats>()
+                                  .Ret<Rows>()
+                                  .Ret<Bytes>()
+                                  .Ret<Ints>()
+                                  .Ret<Bytes>()
+                                  .Ret<Ints>()
+                                  .Ret<Bytes>()
+                                  .Ret<Bytes>()
+                                  .Attr<int64_t>("variant")
+                                  .Attr<int64_t>("epilogue")
+                                  .Attr<int64_t>("top_k")
+                                  .Attr<bool>("quantize"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(128) fake_quantize(const FakeArgs p) {
     int u = lane + kLanes * i;
     x[i] = u < units ? p.x[(size_t)row * units + u] : make_uint4(0, 0, 0, 0);
   }
-  quantize_row<WARPS, UNITS>(p, row, lane, x);
+  quantize_row<WARPS, UNITS>(
+      p, row, lane, x, [&](int u, const uint4& v) { p.value[(size_t)row * units + u] = v; });
 }
 
 cudaError_t launch_fake(const FakeArgs& p, cudaStream_t stream) {

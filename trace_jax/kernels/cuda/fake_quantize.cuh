@@ -35,10 +35,11 @@ __device__ __forceinline__ uint32_t round_one(uint32_t half, float grid, int at,
   return value | (half & 0x8000u);
 }
 
-// Quantizes a row whose unit i of 8 values is held by thread `at` of 32 * WARPS, in x[i].
-template <int WARPS, int UNITS>
+// Quantizes a row of which thread `at` of 32 * WARPS holds unit at + 32 * WARPS * i of 8 values in
+// x[i]; `store` takes a unit's number and values.
+template <int WARPS, int UNITS, class Store>
 __device__ __forceinline__ void quantize_row(const FakeArgs& p, int row, int at,
-                                             const uint4 (&x)[UNITS]) {
+                                             const uint4 (&x)[UNITS], Store store) {
   constexpr int kLanes = 32 * WARPS;
   __shared__ uint32_t most[4];
   int units = p.width / 8;
@@ -70,7 +71,7 @@ __device__ __forceinline__ void quantize_row(const FakeArgs& p, int row, int at,
       words[w] = low | round_one(words[w] >> 16, grid, 2 * w + 1, codes) << 16;
     }
     size_t to = (size_t)row * units + u;
-    p.value[to] = make_uint4(words[0], words[1], words[2], words[3]);
+    store(u, make_uint4(words[0], words[1], words[2], words[3]));
     if (p.scales && !(threadIdx.x & 1)) p.scales[to / 2] = static_cast<uint8_t>(byte);
     if (!p.bits) continue;
     if (p.whole_codes) reinterpret_cast<uint32_t*>(p.bits)[to] = codes;

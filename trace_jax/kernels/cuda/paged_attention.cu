@@ -1,7 +1,7 @@
 // Decode attention over paged K and V (NVFP4, FP8 or BF16), for Hopper.
 //
-// A (sequence, KV head) is cut into splits of so many pages, counted from its first page, so that
-// what a sequence gives does not depend on the others. All splits form one list; each warp takes
+// A (sequence, KV head) is cut into equal splits of about so many pages, by its own length alone, so
+// that what a sequence gives does not depend on the others. All splits form one list; each warp takes
 // those that begin in an equal contiguous share of the pages, so the load balances whatever the
 // lengths are. A warp streams its pages through its own ring in shared memory (bulk copies, one
 // unit for K and one for V), multiplies K and V as the tensor cores' left operand with up to 8
@@ -77,8 +77,10 @@ struct Span {
   }
 };
 
-__device__ __forceinline__ int split_count(const Args& p, int pages) {
-  return (pages + p.split - 1) / p.split;
+// Splits of so many pages; a short rest makes none of its own, which would be a second one for
+// some warp. Split i begins at page i * pages / count.
+__host__ __device__ __forceinline__ int split_count(int split, int pages) {
+  return pages ? max(1, (pages + split / 2) / split) : 0;
 }
 
 // With few pages, no more warps than there are splits, so that they spread over all blocks.
@@ -144,9 +146,10 @@ struct Walk {
     }
     b = low;
     // A split that began before belongs to another warp.
-    int count = prefix[b + 1] - prefix[b];
+    int count = prefix[b + 1] - prefix[b], parts = split_count(p.split, count);
     int first = (int)((at - (long long)prefix[b] * head_tiles(p)) % count);
-    if (first % p.split) at += min(p.split - first % p.split, count - first);
+    int next = (first * parts + count - 1) / count;  // the first split that begins here or later
+    at += next * count / parts - first;
   }
   __device__ __forceinline__ void enter(const Args& p, const int* prefix) {
     if (at >= high) { b = -1; return; }
@@ -154,11 +157,12 @@ struct Walk {
     while (at >= (long long)prefix[b + 1] * heads) b++;
     int count = prefix[b + 1] - prefix[b], rest = (int)(at - (long long)prefix[b] * heads);
     head = rest / count;
-    int first = rest % count, many = min(count - first, p.split);
-    split = first / p.split;
+    int first = rest % count, parts = split_count(p.split, count);
+    split = (first * parts + count - 1) / count;
+    int many = (split + 1) * count / parts - first;
     page = first + Span(p, b).first_page();
     end = page + many;
-    whole = count <= p.split && !p.recent;
+    whole = parts == 1 && !p.recent;
     at += many;
   }
 };
@@ -628,26 +632,29 @@ __global__ void __launch_bounds__(128) recent_attention(const Args p) {
 }
 
 // Adds up the partial results of the (sequence, head tile)s that have several, in an order that
-// their number alone decides, and gives zeros where there are no tokens. A block takes one head of
-// a tile, a warp every kMergeWarps-th of its partial results.
-template <int D>
+// their number alone decides, and gives zeros where there are no tokens. TEAM warps take one head of
+// a tile, each of them every TEAM-th of its partial results.
+template <int D, int TEAM>
 __global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p) {
   constexpr int N = D / 32, kAhead = 4;  // dimensions a lane; partial results loaded at once
   __shared__ float sums[kMergeWarps][D];
   __shared__ float2 totals[kMergeWarps];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, heads = head_tiles(p);
-  int tile = blockIdx.x / 8, h = blockIdx.x % 8, b = tile / heads, head = tile % heads;
+  int each = blockIdx.x * (kMergeWarps / TEAM) + warp / TEAM;  // a head of a tile
+  int tile = each / 8, h = each % 8, b = tile / heads, head = tile % heads;
   int tiles = (p.group + 7) / 8, row = head % tiles * 8 + h;
-  if (row >= p.group) return;
-  int splits = split_count(p, Span(p, b).pages()), all = splits + (p.recent ? 1 : 0);
-  if (splits == 1 && !p.recent) return;  // its warp wrote the result
+  if (TEAM == kMergeWarps && row >= p.group) return;
+  int splits = split_count(p.split, Span(p, b).pages()), all = splits + (p.recent ? 1 : 0);
+  // Its warp wrote the result, or there is no such head.
+  bool done = (splits == 1 && !p.recent) || row >= p.group;
+  if (TEAM == kMergeWarps && done) return;
   float m = kLow, l = 0.0f, sum[N] = {};
-  for (int i = warp; i < all; i += kAhead * kMergeWarps) {
+  for (int i = done ? all : warp % TEAM; i < all; i += kAhead * TEAM) {
     float2 ml[kAhead];
     float o[kAhead][N], top = m;
 #pragma unroll
     for (int j = 0; j < kAhead; j++) {
-      int at = i + j * kMergeWarps, place = at < splits ? at : p.splits - 1;
+      int at = i + j * TEAM, place = at < splits ? at : p.splits - 1;
       size_t slot = ((size_t)tile * p.splits + place) * 8 + h;
       ml[j] = at < all ? p.partial_ml[slot] : make_float2(kLow, 0.0f);
 #pragma unroll
@@ -668,26 +675,34 @@ __global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p) {
     }
     m = top;
   }
-#pragma unroll
-  for (int n = 0; n < N; n++) sums[warp][lane * N + n] = sum[n];
-  if (lane == 0) totals[warp] = make_float2(m, l);
-  __syncthreads();
-  float top = kLow, total = 0.0f, weights[kMergeWarps], weight;
-#pragma unroll
-  for (int w = 0; w < kMergeWarps; w++) top = fmaxf(top, totals[w].x);
-#pragma unroll
-  for (int w = 0; w < kMergeWarps; w++) {
-    weights[w] = exp2f(totals[w].x - top);
-    total += weights[w] * totals[w].y;
-  }
   size_t of_all = (size_t)(head / tiles) * p.group + row;
-  float scale = inverse_total(p, of_all, top, total, weight);
   __nv_bfloat16* out = p.out + ((size_t)b * p.kv_heads * p.group + of_all) * D;
-  for (int d = threadIdx.x; d < D; d += kMergeWarps * 32) {
-    float both = 0.0f;
+  float weight;
+  if constexpr (TEAM == 1) {
+    if (done) return;
+    float scale = inverse_total(p, of_all, m, l, weight) * weight;
 #pragma unroll
-    for (int w = 0; w < kMergeWarps; w++) both += weights[w] * sums[w][d];
-    out[d] = __float2bfloat16_rn(both * scale * weight);
+    for (int n = 0; n < N; n++) out[lane * N + n] = __float2bfloat16_rn(sum[n] * scale);
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; n++) sums[warp][lane * N + n] = sum[n];
+    if (lane == 0) totals[warp] = make_float2(m, l);
+    __syncthreads();
+    float top = kLow, total = 0.0f, weights[TEAM];
+#pragma unroll
+    for (int w = 0; w < TEAM; w++) top = fmaxf(top, totals[w].x);
+#pragma unroll
+    for (int w = 0; w < TEAM; w++) {
+      weights[w] = exp2f(totals[w].x - top);
+      total += weights[w] * totals[w].y;
+    }
+    float scale = inverse_total(p, of_all, top, total, weight);
+    for (int d = threadIdx.x; d < D; d += TEAM * 32) {
+      float both = 0.0f;
+#pragma unroll
+      for (int w = 0; w < TEAM; w++) both += weights[w] * sums[w][d];
+      out[d] = __float2bfloat16_rn(both * scale * weight);
+    }
   }
 }
 
@@ -700,14 +715,20 @@ cudaError_t launch(Args args, cudaStream_t stream) {
   static cudaError_t ready =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   // The same division of memory and cache for both, or the switch costs time.
-  static cudaError_t carved = cudaFuncSetAttribute(
-      merge<D>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  if (ready != cudaSuccess || carved != cudaSuccess) return ready != cudaSuccess ? ready : carved;
+  auto carve = [](const void* other) {
+    return cudaFuncSetAttribute(other, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
+  };
+  static cudaError_t one = carve((const void*)merge<D, 1>);
+  static cudaError_t team = carve((const void*)merge<D, kMergeWarps>);
+  if (ready != cudaSuccess) return ready;
+  if (one != cudaSuccess || team != cudaSuccess) return one != cudaSuccess ? one : team;
   int blocks = args.warps / WARPS;
   kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
   int tiles = args.batch * args.kv_heads * ((args.group + 7) / 8);
   if (args.recent) recent_attention<D><<<(tiles + 3) / 4, 128, 0, stream>>>(args);
-  merge<D><<<tiles * 8, kMergeWarps * 32, 0, stream>>>(args);
+  if (args.splits <= 4) merge<D, 1><<<tiles * 8 / kMergeWarps, kMergeWarps * 32, 0, stream>>>(args);
+  else merge<D, kMergeWarps><<<tiles * 8, kMergeWarps * 32, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -763,7 +784,7 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
   args.scale = scale * trace_jax::kLog2e;
   if (variant < 0 || variant >= static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant)))
     return ffi::Error::InvalidArgument("paged_attention: no such variant");
-  int needed = split < 1 ? 0 : (args.max_pages + args.split - 1) / args.split;
+  int needed = split < 1 ? 0 : trace_jax::split_count(args.split, args.max_pages);
   if (split < 1 || args.splits != needed + (args.recent ? 1 : 0))
     return ffi::Error::InvalidArgument("paged_attention: no room for the splits");
   if (args.batch > trace_jax::kMaxBatch)

@@ -9,10 +9,10 @@ namespace trace_jax {
 
 constexpr int kMostChosen = 32;
 
-// VALUES logits a lane; lane l has experts l, l + 32, ...
-template <int VALUES>
+// VALUES logits a lane; lane l has experts l, l + 32, ... PARTS of a logit are loaded at once.
+template <int VALUES, int PARTS>
 __global__ void __launch_bounds__(128) top_k(const float* logits, int* ids, float* gates,
-                                             int tokens, int parts, int experts, int chosen,
+                                             int tokens, int experts, int chosen,
                                              bool normalize) {
   int lane = threadIdx.x & 31, token = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (token >= tokens) return;
@@ -22,9 +22,13 @@ __global__ void __launch_bounds__(128) top_k(const float* logits, int* ids, floa
     int e = lane + 32 * i;
     x[i] = -INFINITY;
     if (e < experts) {
-      const float* from = logits + ((size_t)token * parts + parts - 1) * experts + e;
-      x[i] = *from;
-      for (int part = 1; part < parts; part++) x[i] += *(from -= experts);
+      const float* from = logits + (size_t)token * PARTS * experts + e;
+      float part[PARTS];
+#pragma unroll
+      for (int k = 0; k < PARTS; k++) part[k] = from[k * experts];
+      x[i] = part[PARTS - 1];
+#pragma unroll
+      for (int k = PARTS - 2; k >= 0; k--) x[i] += part[k];
     }
     most = fmaxf(most, x[i]);
   }
@@ -72,11 +76,19 @@ static ffi::Error TopK(cudaStream_t stream, ffi::Buffer<ffi::F32> logits,
   int parts = static_cast<int>(logits.dimensions()[1]);
   int chosen = static_cast<int>(ids->dimensions().back());
   if (experts > 512 || chosen > kMostChosen) return ffi::Error::InvalidArgument("top_k: too many");
-  auto* kernel = experts <= 64 ? top_k<2> : experts <= 128 ? top_k<4> : experts <= 256 ? top_k<8>
-                                                                                       : top_k<16>;
+  if (parts != 1 && parts != 3) return ffi::Error::InvalidArgument("top_k: 1 or 3 parts");
+  auto one = experts <= 64    ? top_k<2, 1>
+             : experts <= 128 ? top_k<4, 1>
+             : experts <= 256 ? top_k<8, 1>
+                              : top_k<16, 1>;
+  auto three = experts <= 64    ? top_k<2, 3>
+               : experts <= 128 ? top_k<4, 3>
+               : experts <= 256 ? top_k<8, 3>
+                                : top_k<16, 3>;
+  auto kernel = parts == 1 ? one : three;
   kernel<<<(tokens + 3) / 4, 128, 0, stream>>>(logits.typed_data(), ids->typed_data(),
-                                               gates->typed_data(), tokens, parts, experts,
-                                               chosen, normalize);
+                                               gates->typed_data(), tokens, experts, chosen,
+                                               normalize);
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(error));
   return ffi::Error::Success();
