@@ -207,8 +207,8 @@ REFUSED = [
         "guidance.sites has expert_mid, which lines up with the rollout's experts only; write "
         "rl.routing_replay=True",
     ),
-    ({"mesh.data": -1, "mesh.expert": -1}, "mesh axes are [-1, 1, -1, 1]; write sizes of 1"),
-    ({"mesh.tensor": 0}, "mesh axes are [-1, 1, 1, 0]; write sizes of 1 or more"),
+    ({"mesh.data": -1, "mesh.expert": -1}, "mesh axes are [-1, 1, -1, 1, 1]; write sizes of 1"),
+    ({"mesh.tensor": 0}, "mesh axes are [-1, 1, 1, 0, 1]; write sizes of 1 or more"),
     ({"model.top_k": 5}, "model: model: top_k is 5; write 1 to num_experts (4)"),
     (
         {"model.full_attention_every": 2},
