@@ -128,7 +128,7 @@ def _hopper(x, weights, routing, x_outer, activation, variant=None):
         jax.ShapeDtypeStruct((groups, 8, 2), jnp.int32),
     )
     if variant is None:
-        variant = hopper_variant(weights.quantized, rows / experts)
+        variant = hopper_variant(weights.quantized, rows / experts, chunks)
     none = jnp.zeros(0, jnp.float32)
     call = jax.ffi.ffi_call(cuda_build.register("expert_matmul"), out)
     return call(
@@ -299,17 +299,25 @@ def matmul(
 
 
 # The kernels that cuda/expert_matmul.cu compiles, in its order:
-# (FP4?, smallest rows an expert on average for which it is chosen).
+# (FP4?, smallest rows an expert on average for which it is chosen, few rows?).
 HOPPER_VARIANTS = (
-    (True, 0.0), (True, 0.5), (True, 6.0), (True, 96.0),
-    (False, 0.0), (False, 0.5), (False, 96.0),
+    (True, 0.0, False), (True, 0.5, False), (True, 6.0, False), (True, 96.0, False),
+    (False, 0.0, False), (False, 0.5, False), (False, 96.0, False),
+    (True, 0.0, True), (True, 0.5, True),
 )  # fmt: skip
+_FEW_ROWS = 4.0  # an expert on average; from here on the others are as fast
+_FEW_CHUNKS = (12, 32)  # of 64 along K, for which the kernels for few rows are compiled
 
 
-def hopper_variant(quantized: bool, rows_per_expert: float) -> int:
-    """Index of the compiled kernel for so many rows an expert on average."""
+def hopper_variant(quantized: bool, rows_per_expert: float, *chunks: int) -> int:
+    """Index of the compiled kernel for so many rows an expert on average.
+
+    Args:
+      chunks: of 64 along K, of each product that the kernel is to make.
+    """
+    few = quantized and rows_per_expert < _FEW_ROWS and all(c in _FEW_CHUNKS for c in chunks)
     return max(
         i
-        for i, (fp4, rows) in enumerate(HOPPER_VARIANTS)
-        if fp4 == quantized and rows_per_expert >= rows
+        for i, (fp4, rows, for_few) in enumerate(HOPPER_VARIANTS)
+        if (fp4, for_few) == (quantized, few) and rows_per_expert >= rows
     )

@@ -9,6 +9,7 @@
 // and rows by bulk copies, WGS warpgroups multiply, one tile a warp. Weights are laid out so that
 // a lane's 16-byte load is its A operand; up to 16 rows use mma.sync, more use wgmma with the
 // decoded weights in registers, so that decoding is paid once for all rows of a unit.
+// Few rows of some K have a kernel of their own, which gathers nothing: expert_few.cuh.
 //
 // A row's result does not depend on the other rows: however it is computed, its sum over K runs in
 // CHAINS chains, chunk c of K in chain c % CHAINS, which are added up as (0 + 2) + (1 + 3).
@@ -569,6 +570,8 @@ cudaError_t launch(const Args& args, const FakeArgs* fake, cudaStream_t stream) 
 
 }  // namespace trace_jax
 
+#include "expert_few.cuh"
+
 // --- the calls from XLA -----------------------------------------------------------------
 
 struct Variant {
@@ -576,6 +579,7 @@ struct Variant {
   cudaError_t (*launch)(const trace_jax::Args&, const trace_jax::FakeArgs*, cudaStream_t);
 };
 
+#define FEW(...) trace_jax::FewConfig<1, __VA_ARGS__>
 #define VARIANT(fp4, ...) {fp4, trace_jax::launch<trace_jax::Config<fp4, __VA_ARGS__>>}
 
 // The order is that of HOPPER_VARIANTS in expert_matmul.py.
@@ -585,6 +589,10 @@ static const Variant kVariants[] = {
     VARIANT(1, 4, 64, 4, 3, true, 1),  VARIANT(1, 3, 128, 2, 4, true, 1),
     VARIANT(0, 4, 16, 1, 6, true, 4),  VARIANT(0, 4, 64, 1, 5, true, 1),
     VARIANT(0, 3, 128, 1, 5, true, 1),
+    // Few rows: chunks a warp, warps of K, groups of 8 rows, stages, blocks a multiprocessor; for
+    // K of 32 chunks and of 12.
+    {1, trace_jax::launch_few<FEW(4, 8, 1, 4, 2), FEW(3, 4, 1, 4, 4)>},
+    {1, trace_jax::launch_few<FEW(8, 4, 1, 3, 3), FEW(3, 4, 2, 4, 4)>},
 };
 
 using Bytes = ffi::Buffer<ffi::U8>;
