@@ -15,28 +15,33 @@ from trace_jax.parallel.rules import LEARNER, Role, param_spec
 AXES = ("data", "fsdp", "expert", "tensor", "context")
 
 
-def make_mesh(config: MeshConfig, devices=None) -> Mesh:
-    """Mesh over `devices` (default: all) with the configured axes.
+def axis_sizes(config: MeshConfig, count: int) -> tuple[int, ...]:
+    """Sizes of AXES over `count` devices.
 
     Raises:
-      ConfigError: the sizes do not multiply to the number of devices.
+      ConfigError: the sizes do not multiply to `count`.
     """
-    devices = jax.devices() if devices is None else list(devices)
     sizes = [getattr(config, axis) for axis in AXES]
     known = math.prod(s for s in sizes if s > 0)
     if -1 in sizes:
-        if len(devices) % known:
+        if count % known:
             raise ConfigError(
-                f"mesh: {len(devices)} devices do not divide into {known}; "
-                f"write axis sizes whose product divides {len(devices)}"
+                f"mesh: {count} devices do not divide into {known}; "
+                f"write axis sizes whose product divides {count}"
             )
-        sizes[sizes.index(-1)] = len(devices) // known
-    if math.prod(sizes) != len(devices):
+        sizes[sizes.index(-1)] = count // known
+    if math.prod(sizes) != count:
         raise ConfigError(
             f"mesh: axes {dict(zip(AXES, sizes, strict=True))} need {math.prod(sizes)} devices, "
-            f"there are {len(devices)}; write one axis as -1 to take what is left"
+            f"there are {count}; write one axis as -1 to take what is left"
         )
-    grid = np.asarray(devices).reshape(sizes)
+    return tuple(sizes)
+
+
+def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+    """Mesh over `devices` (default: all) with the configured axes; see `axis_sizes`."""
+    devices = jax.devices() if devices is None else list(devices)
+    grid = np.asarray(devices).reshape(axis_sizes(config, len(devices)))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -96,17 +96,17 @@ class Engine:
 def _generate(cfg: EngineConfig, params, prompts, lengths, keys, version, noise_seed) -> Rollout:
     params = sync.decode_weights(params)
     noise_key = jax.random.key(noise_seed) if cfg.noise else None
-    state = _prefill(cfg, params, prompts, lengths, keys, version, noise_key)
+    state = prefill(cfg, params, prompts, lengths, keys, version, noise_key)
 
     def unfinished(state: _State):
         end = state.out.tokens.shape[1]
         return (state.step < cfg.max_response - 1) & jnp.any(state.position < end)
 
-    step = partial(_decode_step, cfg, params, keys, noise_key)
+    step = partial(decode_step, cfg, params, keys, noise_key)
     return jax.lax.while_loop(unfinished, step, state).out
 
 
-def _prefill(cfg, params, prompts, lengths, keys, version, noise_key) -> _State:
+def prefill(cfg, params, prompts, lengths, keys, version, noise_key) -> _State:
     """Runs the prompts, lays out the buffers, draws the first tokens."""
     count, width = prompts.shape
     end = width + cfg.max_response
@@ -167,7 +167,7 @@ def _append(cfg, state: _State, tokens, logp) -> _State:
     return state._replace(position=jnp.where(ended, end, at), out=out)
 
 
-def _decode_step(cfg, params, keys, noise_key, state: _State) -> _State:
+def decode_step(cfg, params, keys, noise_key, state: _State) -> _State:
     """Feeds each row's newest token, keeps its record, draws the next one."""
     out, at = state.out, state.position
     end = out.tokens.shape[1]

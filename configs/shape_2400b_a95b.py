@@ -1,0 +1,34 @@
+"""A shape of 2.4 T parameters, 95 B active: no published model, only the size of one.
+
+    python -m experiments.plan --config=configs/shape_2400b_a95b.py --topology=tpu7x:8x8x8 \
+        --programs=none
+
+Sparse as today's largest (16 of 480 experts), with grouped queries. FP32 masters with Adam moments
+alone take 26 TiB. Not run here.
+"""
+
+from trace_jax.config import default
+
+
+def get_config():
+    config = default(
+        vocab_size=160_000,
+        num_layers=66,
+        hidden=8192,
+        num_heads=88,
+        num_kv_heads=8,
+        head_dim=128,
+        num_experts=480,
+        top_k=16,
+        expert_dim=3072,
+        tie_embeddings=False,
+        rope_theta=1_000_000.0,
+        max_positions=131_072,
+    )
+    config.rl.remat = "full"
+    config.rl.samples = 2
+    config.rl.prompts_per_step = 1024
+    config.mesh.data = 1
+    config.mesh.fsdp = -1
+    config.mesh.expert = 32
+    return config
