@@ -39,12 +39,12 @@ def append_row(path: Path, row: dict) -> None:
 
 
 def mean_and_spread(values: Iterable[float | None], digits: int = 3) -> str:
-    """'mean ± standard deviation' (of the sample, n - 1), or 'n/a' if nothing was measured."""
+    """'mean ± standard deviation' (of the sample, n - 1); of one value itself, of none 'n/a'."""
     known = [v for v in values if v is not None]
     if not known:
         return "n/a"
-    spread = statistics.stdev(known) if len(known) > 1 else 0.0
-    return f"{statistics.mean(known):.{digits}f} ± {spread:.{digits}f}"
+    spread = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.{digits}f}{spread}"
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

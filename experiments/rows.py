@@ -1,5 +1,6 @@
 """Result rows of a study: from a run's folder, to a table and a picture."""
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 
 from experiments import results
 from experiments.studies import Run
-from trace_jax.config import Config, to_dict
+from trace_jax.config import Config
 from trace_jax.metrics import read_metrics
 from trace_jax.runs import VERSIONS
 
@@ -18,11 +19,26 @@ TENTH = 10  # of a run's steps, by which its end and its best time are judged
 
 
 def settings_key(config: Config) -> str:
-    """Hash of a configuration without its seed and where its warm start comes from."""
-    tree = to_dict(config)
-    tree.pop("seed")
-    tree["warmup"].pop("init_from")
+    """Hash of what a configuration sets otherwise than by default, without its seed and where its
+    warm start comes from: a setting that is added later leaves the rows that are there valid."""
+    tree = _not_default(config)
+    tree.pop("seed", None)
+    tree.get("warmup", {}).pop("init_from", None)
     return hashlib.blake2b(json.dumps(tree).encode(), digest_size=6).hexdigest()
+
+
+def _not_default(value) -> dict:
+    """The fields of a dataclass that are not its defaults, sections likewise."""
+    out = {}
+    for field in dataclasses.fields(value):
+        held = getattr(value, field.name)
+        if dataclasses.is_dataclass(held):
+            held = _not_default(held)
+            if held:
+                out[field.name] = held
+        elif held != field.default:
+            out[field.name] = held
+    return out
 
 
 def head_of(run: Run) -> dict:

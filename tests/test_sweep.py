@@ -1,5 +1,6 @@
 """Studies: their runs, rows, tables, and a real sweep that is killed and goes on."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from experiments import results, rows, sweep
 from experiments.studies import COLUMNS, runs_of, study
 from trace_jax.config import freeze
 from trace_jax.metrics import read_metrics
+from trace_jax.trainer import Trainer
 
 FAST = "--xla_backend_optimization_level=0"  # compiling is most of the time
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +105,37 @@ def test_runs_of_one_model_share_a_warm_start_and_other_models_do_not(folder):
     assert found["a", 0] == found["b", 0] == found["a", 1] != found["c", 0]
 
 
+def test_programs_are_shared_among_seeds_alone(folder):
+    eight = (
+        "rl.prompts_per_step",
+        "eval.problems",
+        "warmup.batch_size",
+    )  # one a device of the tests
+    (run,) = runs(folder, seeds=1, overrides=tuple((path, 8) for path in eight))
+    first = Trainer(run.config, folder / "0")
+    other = dataclasses.replace(run.config, seed=1)
+    twin = first.again(other, folder / "1")
+    assert twin.learner is first.learner and twin.actor.engine is first.actor.engine
+    assert (twin.config.seed, twin.actor.config.seed, first.actor.config.seed) == (1, 1, 0)
+    assert twin.checkpoints.directory == folder / "1" / "checkpoints"
+    assert twin.queue is not first.queue
+    with pytest.raises(ValueError, match="programs are shared among seeds alone"):
+        first.again(dataclasses.replace(other, data_seed=1), folder / "1")
+
+
+def test_a_row_outlives_settings_that_are_added_with_a_default(folder):
+    (run,) = runs(folder, seeds=1)
+    key = rows.settings_key(run.config)
+    moved = dataclasses.replace(run.config.warmup, init_from="elsewhere")
+    same = dataclasses.replace(run.config, seed=3, warmup=moved)
+    assert rows.settings_key(same) == key
+    guidance = dataclasses.replace(run.config.guidance, bits=4)
+    assert rows.settings_key(dataclasses.replace(run.config, guidance=guidance)) != key
+    told = rows._not_default(run.config)
+    assert told["guidance"] == {"sites": ("expert_in", "expert_mid", "k", "v")}
+    assert told["model"]["hidden"] == 16 and "distributed" not in told
+
+
 # --- devices ---------------------------------------------------------------------------
 
 
@@ -148,6 +181,7 @@ def test_a_table_has_means_over_seeds_and_counts_failures():
     text = rows.table([*good, bad], ["a", "b"], COLUMNS[:1])
     assert "| a | 2 (1 failed) | 0.500 ± 0.354 |" in text
     assert "| b | 0 | n/a |" in text
+    assert "| a | 1 | 0.250 |" in rows.table(good[:1], ["a"], COLUMNS[:1]), "one has no spread"
 
 
 def test_failures_run_again_and_rows_of_other_settings_stay(folder):

@@ -183,7 +183,7 @@ def table(rows: list[dict]) -> str:
     for fp4, case in dict.fromkeys((r["fp4"], r["case"]) for r in rows):
         cells = [
             results.mean_and_spread(
-                [r["gap_mean"] for r in rows if _key(r)[:4] == (policy, fp4, case, noise)], 4
+                [r["gap_mean"] for r in rows if _key(r)[:4] == (policy, fp4, case, noise)], 5
             )
             for policy, noise in policies
         ]
@@ -217,7 +217,7 @@ def plot(rows: list[dict], path: Path) -> None:
                 )
             panel.set(xlabel=f"share of the layers that are guided, {end} ones")
         axes[0].set(ylabel="mean gap / gap without guidance", ylim=(0, None))
-        axes[1].legend()
+        axes[0].legend(fontsize=6)
         figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
