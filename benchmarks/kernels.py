@@ -110,7 +110,7 @@ def random_weights(quantized: bool, gated: bool, seed) -> jax.Array:
 def fitting(quantized: bool, tokens: int) -> list[int]:
     """Kernels to time: the one that dispatch chooses, or all of this kind."""
     if not FLAGS.all:
-        return [em.hopper_variant(quantized, tokens * TOP_K / EXPERTS, HIDDEN // 64, FF // 64)]
+        return [em.hopper_variant(quantized, tokens * TOP_K / EXPERTS, HIDDEN // 64)]
     return [i for i, v in enumerate(em.HOPPER_VARIANTS) if v[0] == quantized]
 
 

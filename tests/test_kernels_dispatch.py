@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from trace_jax.kernels import cuda_build, dispatch, kv_append, kv_attention, kv_pages, quantize
+from trace_jax.fp4 import NVFP4
+from trace_jax.kernels import (
+    cuda_build,
+    dispatch,
+    expert_layer,
+    kv_append,
+    kv_attention,
+    kv_pages,
+    quantize,
+)
 from trace_jax.kernels import expert_matmul as em
 
 SOURCES = ("expert_matmul", "kv_append", "paged_attention", "quantize", "route")
@@ -98,9 +107,11 @@ def test_compiles_for_hopper(name, tmp_path):
 
 def test_hopper_calls_lower_for_cuda(monkeypatch):
     """Without a GPU: the calls' operands and attributes are accepted, under the handlers' names."""
-    monkeypatch.setattr(cuda_build, "register", lambda name: f"trace_jax_{name}")
+    monkeypatch.setattr(cuda_build, "register", lambda name, *source: f"trace_jax_{name}")
     shape = jax.ShapeDtypeStruct
     weights = jax.eval_shape(lambda: em.lay_out(jnp.zeros((4, 32, 768), jnp.bfloat16)))
+    gate = jnp.zeros((4, 768, 32), jnp.bfloat16)
+    gate_up = jax.eval_shape(lambda: em.lay_out(gate, gate))
     pages = jax.eval_shape(lambda: kv_pages.new_pages(8, 2, 128, layout="hopper"))
     index = partial(shape, dtype=jnp.int32)
     rows = shape((16, 768), jnp.bfloat16)
@@ -109,6 +120,10 @@ def test_hopper_calls_lower_for_cuda(monkeypatch):
         "expert_matmul": (
             lambda x, w, r: em._hopper(x, w, r, None, None),
             rows, weights, em.Routing(index((16,)), index((5,))),
+        ),
+        "expert_layer": (
+            lambda x, a, b, r: expert_layer._hopper(x, a, b, r, "silu", NVFP4, 1),
+            shape((8, 32), jnp.bfloat16), gate_up, weights, em.Routing(index((16,)), index((5,))),
         ),
         "paged_attention": (
             lambda q, p, t, n: kv_attention._hopper(q, p, t, n, 0.1, 64, None),

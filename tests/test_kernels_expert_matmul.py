@@ -205,12 +205,11 @@ def test_hopper_variants_follow_the_rows_an_expert():
     assert all(quantized and not few for quantized, _, few in chosen)
     assert chosen == sorted(chosen) and chosen[0] != chosen[2] != chosen[3]
     assert not variant(False, 1.0, 32)[0]
-    for chunks in ((32,), (12,), (32, 12)):
-        assert [variant(True, rows, *chunks) for rows in (0.01, 3.9)] == [
+    for chunks in (12, 32):
+        assert [variant(True, rows, chunks) for rows in (0.01, 3.9)] == [
             (True, 0.0, True), (True, 0.5, True)
         ]  # fmt: skip
-        assert variant(True, 4, *chunks) == chosen[2]
-    assert variant(True, 1, 32, 5) == chosen[1] and not variant(False, 1, 32)[2]
+        assert variant(True, 4, chunks) == chosen[2] and not variant(False, 1, chunks)[2]
 
 
 def mxfp4(scale_bytes, n=16, k=64):

@@ -41,15 +41,15 @@ def _hopper(x, gate_up, down, routing, activation, fmt, record):
         jax.ShapeDtypeStruct((rows, (record or 0) * width // 8), jnp.uint8),
         jax.ShapeDtypeStruct((rows, 0 if record is None else width // 16), jnp.uint8),
     )
-    variant = expert_matmul.hopper_variant(
-        gate_up.quantized, rows / experts, *(w.data.shape[2] for w in (gate_up, down))
+    variant = lambda w: np.int64(
+        expert_matmul.hopper_variant(w.quantized, rows / experts, w.data.shape[2])
     )
     none = jnp.zeros(0, jnp.float32)
     of = lambda w: (w.data, w.outer, none if w.bias is None else w.bias.reshape(-1))
     call = jax.ffi.ffi_call(cuda_build.register("expert_layer", "expert_matmul"), out)
     y, *_, bits, scales = call(
         *of(gate_up), *of(down), x, routing.slot, routing.offset,
-        variant=np.int64(variant),
+        variant=variant(gate_up), down_variant=variant(down),
         epilogue=np.int64(expert_matmul.EPILOGUE[activation]),
         top_k=np.int64(rows // x.shape[0]), quantize=fmt is not None,
     )  # fmt: skip

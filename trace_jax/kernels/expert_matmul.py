@@ -309,13 +309,9 @@ _FEW_ROWS = 4.0  # an expert on average; from here on the others are as fast
 _FEW_CHUNKS = (12, 32)  # of 64 along K, for which the kernels for few rows are compiled
 
 
-def hopper_variant(quantized: bool, rows_per_expert: float, *chunks: int) -> int:
-    """Index of the compiled kernel for so many rows an expert on average.
-
-    Args:
-      chunks: of 64 along K, of each product that the kernel is to make.
-    """
-    few = quantized and rows_per_expert < _FEW_ROWS and all(c in _FEW_CHUNKS for c in chunks)
+def hopper_variant(quantized: bool, rows_per_expert: float, chunks: int) -> int:
+    """Index of the compiled kernel for so many rows an expert on average and chunks of 64 of K."""
+    few = quantized and rows_per_expert < _FEW_ROWS and chunks in _FEW_CHUNKS
     return max(
         i
         for i, (fp4, rows, for_few) in enumerate(HOPPER_VARIANTS)

@@ -668,8 +668,10 @@ static ffi::Error ExpertLayer(cudaStream_t stream, Bytes gate_up, Floats gate_up
                               ffi::Result<Bytes> packed, ffi::Result<Ints> info,
                               ffi::Result<Bytes> packed_mid, ffi::Result<Ints> info_mid,
                               ffi::Result<Bytes> bits, ffi::Result<Bytes> scales,
-                              int64_t variant, int64_t epilogue, int64_t top_k, bool quantize) {
-  if (!exists(variant)) return ffi::Error::InvalidArgument("expert_layer: no such variant");
+                              int64_t variant, int64_t down_variant, int64_t epilogue,
+                              int64_t top_k, bool quantize) {
+  if (!exists(variant) || !exists(down_variant))
+    return ffi::Error::InvalidArgument("expert_layer: no such variant");
   trace_jax::Args first = arguments(gate_up, gate_up_outer, gate_up_bias, slot, offset);
   first.x = reinterpret_cast<const __nv_bfloat16*>(x.typed_data());
   first.out = mid->untyped_data();
@@ -694,7 +696,7 @@ static ffi::Error ExpertLayer(cudaStream_t stream, Bytes gate_up, Floats gate_up
   fake.width = second.k;
   fake.rows = second.rows;
   fake.whole_codes = bits->dimensions().back() == fake.width / 2;
-  return refused(kVariants[variant].launch(second, quantize ? &fake : nullptr, stream));
+  return refused(kVariants[down_variant].launch(second, quantize ? &fake : nullptr, stream));
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_expert_layer, ExpertLayer,
@@ -718,6 +720,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_expert_layer, ExpertLayer,
                                   .Ret<Bytes>()
                                   .Ret<Bytes>()
                                   .Attr<int64_t>("variant")
+                                  .Attr<int64_t>("down_variant")
                                   .Attr<int64_t>("epilogue")
                                   .Attr<int64_t>("top_k")
                                   .Attr<bool>("quantize"),
