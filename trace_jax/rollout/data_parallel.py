@@ -15,9 +15,7 @@ from trace_jax.rollout.record import Rollout, map_rows
 NOISE_STRIDE = 65_537  # between the seeds of the emulated noise of two devices
 
 
-def make_engine(
-    kind: str, config: EngineConfig, *, mesh=None, slots: int = 0, turns: bool = False
-):
+def make_engine(kind: str, config: EngineConfig, *, mesh=None, slots: int = 0, turns: bool = False):
     """The engine called `kind`: "batch" or "continuous", for one device or those of `mesh`.
 
     See ContinuousBatches for the rest.
@@ -146,5 +144,3 @@ def _map_rows_of(fn, first: Rollout, *rest: Rollout) -> Rollout:
     """fn(array, axis of its rows, the same array of the others...) of every array."""
     leaves = [iter(jax.tree.leaves(record)) for record in rest]
     return map_rows(lambda a, axis: fn(a, axis, *(next(other) for other in leaves)), first)
-
-
