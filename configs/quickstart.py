@@ -10,11 +10,12 @@ from trace_jax.config import default
 from trace_jax.tasks import ByteTokenizer
 
 
-def get_config():
+def small(layers: int, hidden: int):
+    """What the quickstarts share: a byte-level MoE and how fast it learns."""
     config = default(
         vocab_size=ByteTokenizer.vocab_size,
-        num_layers=4,
-        hidden=128,
+        num_layers=layers,
+        hidden=hidden,
         num_heads=4,
         num_kv_heads=2,
         head_dim=32,
@@ -22,6 +23,15 @@ def get_config():
         top_k=2,
         expert_dim=64,
     )
+    config.rl.balance_coef = 0.01
+    config.optim.learning_rate = 3e-4
+    config.optim.warmup_steps = 5
+    config.optim.b2 = 0.99
+    return config
+
+
+def get_config():
+    config = small(layers=4, hidden=128)
     config.task.datasets = (("spell_backward", 1.0, (("min_word_len", 3), ("max_word_len", 7))),)
     config.task.max_prompt = 20
     config.task.max_response = 10
@@ -33,9 +43,5 @@ def get_config():
     config.rl.steps = 60
     config.rl.prompts_per_step = 32
     config.rl.samples = 8
-    config.rl.balance_coef = 0.01
-    config.optim.learning_rate = 3e-4
-    config.optim.warmup_steps = 5
-    config.optim.b2 = 0.99
     config.eval.problems = 256
     return config

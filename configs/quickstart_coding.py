@@ -8,22 +8,11 @@ start learns to write Python and to guess; what the examples mean is beyond so s
 RL picks the guesses that pay. It shows the whole path, not a model that can program.
 """
 
-from trace_jax.config import default
-from trace_jax.tasks import ByteTokenizer
+from configs.quickstart import small
 
 
 def get_config():
-    config = default(
-        vocab_size=ByteTokenizer.vocab_size,
-        num_layers=3,
-        hidden=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        num_experts=8,
-        top_k=2,
-        expert_dim=64,
-    )
+    config = small(layers=3, hidden=96)
     config.method = "trace"
     config.task.kind = "examples"
     config.task.params = (("difficulty", 1), ("shown", 2), ("hidden", 6))
@@ -34,10 +23,6 @@ def get_config():
     config.rl.steps = 30
     config.rl.prompts_per_step = 8
     config.rl.samples = 8
-    config.rl.balance_coef = 0.01
-    config.optim.learning_rate = 3e-4
-    config.optim.warmup_steps = 5
-    config.optim.b2 = 0.99
     config.eval.problems = 64
     config.eval.samples = 1
     config.ledger.audit_rows = 4

@@ -7,22 +7,11 @@ runs into walls; RL unlearns that. What this shows is that episodes train end to
 says nothing about long horizons, and one seed is no finding.
 """
 
-from trace_jax.config import default
-from trace_jax.tasks import ByteTokenizer
+from configs.quickstart import small
 
 
 def get_config():
-    config = default(
-        vocab_size=ByteTokenizer.vocab_size,
-        num_layers=3,
-        hidden=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        num_experts=8,
-        top_k=2,
-        expert_dim=64,
-    )
+    config = small(layers=3, hidden=96)
     config.method = "trace"
     config.task.kind = "key_maze"
     config.task.params = (("width", 2), ("height", 2), ("keys", 0))
@@ -37,10 +26,6 @@ def get_config():
     config.rl.steps = 30
     config.rl.prompts_per_step = 16
     config.rl.samples = 4
-    config.rl.balance_coef = 0.01
-    config.optim.learning_rate = 3e-4
-    config.optim.warmup_steps = 5
-    config.optim.b2 = 0.99
     config.eval.problems = 64
     config.eval.samples = 2
     config.ledger.audit_rows = 4
