@@ -44,7 +44,9 @@ def command(nvcc: str, source: pathlib.Path, output: pathlib.Path, include: str)
     return [
         nvcc, "-O3", "-std=c++17", f"-gencode={code}", "-diag-suppress=940", "-shared",
         "-split-compile=0",
-        "-Xcompiler=-fPIC", "-I", include, "-I", str(SOURCES), "-o", str(output), str(source),
+        # Two libraries with the same templates keep statics of their own.
+        "-Xcompiler=-fPIC,-fno-gnu-unique",
+        "-I", include, "-I", str(SOURCES), "-o", str(output), str(source),
     ]  # fmt: skip
 
 
