@@ -42,15 +42,17 @@ def smallest_change(config: Config, count: int, memory: int) -> tuple[list[str],
         following = []
         for texts, now in level:
             for text, changed in _changes(now):
-                if changed in seen or not _divides(changed, count):
+                if changed in seen:
                     continue
                 seen.add(changed)
-                following.append(([*texts, text], changed))
-        for texts, changed in following:
-            if most(need(changed, count)) <= FIT * memory:
+                size = _most(changed, count)
+                if size is not None:
+                    following.append((size, [*texts, text], changed))
+        for size, texts, changed in following:
+            if size <= FIT * memory:
                 return _last_of_each(texts), changed
-        following.sort(key=lambda found: most(need(found[1], count)))
-        level = following[:8]
+        following.sort(key=lambda found: found[0])
+        level = [found[1:] for found in following[:8]]
     return None
 
 
@@ -84,13 +86,14 @@ def _made(c: Config, text: str, **groups) -> Iterator[tuple[str, Config]]:
         return
 
 
-def _divides(c: Config, count: int) -> bool:
-    """Whether the rows and parameters of a configuration divide over its mesh."""
+def _most(c: Config, count: int) -> int | None:
+    """Bytes a device; None if rows or parameters do not divide over the mesh."""
     try:
-        need(c, count)
+        if row_refusal(c, abstract_mesh(c, count)):
+            return None
+        return most(need(c, count))
     except ValueError:
-        return False
-    return not row_refusal(c, abstract_mesh(c, count))
+        return None
 
 
 def row_refusal(c: Config, mesh) -> str:

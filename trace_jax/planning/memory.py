@@ -16,6 +16,7 @@ from trace_jax.config import Config
 from trace_jax.fp4 import LayerPrecision, guidance_bytes_per_token
 from trace_jax.fp4.formats import num_blocks
 from trace_jax.kernels.grouped_matmul import tile_rows
+from trace_jax.model import ModelConfig
 from trace_jax.model.accounting import kv_bytes_per_token, state_bytes
 from trace_jax.model.expert_parallel import HEADROOM
 from trace_jax.model.remat import points_of
@@ -56,14 +57,19 @@ def piece_of(config: Config, mesh) -> Piece:
 
 def param_bytes(config: Config, mesh, item: int) -> int:
     """Bytes a device of all parameters, `item` bytes each, laid out as the learner's."""
+    return item * _parameters(config.model, mesh)
+
+
+@lru_cache
+def _parameters(shape: ModelConfig, mesh) -> int:
     total = 0
 
     def add(path, a):
         nonlocal total
         sharding = NamedSharding(mesh, param_spec(path, a.shape, mesh))
-        total += item * math.prod(sharding.shard_shape(a.shape))
+        total += math.prod(sharding.shard_shape(a.shape))
 
-    jax.tree_util.tree_map_with_path(add, param_shapes(config.model))
+    jax.tree_util.tree_map_with_path(add, param_shapes(shape))
     return total
 
 
