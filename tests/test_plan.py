@@ -57,6 +57,7 @@ def test_what_is_stored_is_what_the_programs_take():
     terms = memory.learner_bytes(config, memory.abstract_mesh(config, 4))
     counters = 4 * 4  # version, bad steps, skipped, Adam's count
     assert shard_bytes(state) == terms["parameters"] + terms["optimizer"] + counters
+    assert terms["gradients"] == 2 * terms["parameters"], "a micro-batch's, and the sum of them"
     assert shard_bytes(rollout.guidance.sites) == terms["guidance"]
     by_row = 4 + 4 + 1 + 4  # lengths, finished and version of each of two sequences
     rest = shard_bytes(rollout) - shard_bytes(rollout.guidance.sites)
