@@ -3,8 +3,8 @@
     python -m experiments.plan --config=configs/shape_2400b_a95b.py --topology=tpu7x:8x8x16 \
         --mesh=data=1,fsdp=32,expert=64 --batch=4096 --length=256 --programs=none
 
-Sparse as today's largest (17 of 512 experts, a number that pods divide), with grouped queries. FP32 masters with Adam moments
-alone take 26 TiB. Not run here.
+Sparse as today's largest (17 of 512 experts, a number that pods divide), with grouped queries. FP32
+masters with Adam moments alone take 26 TiB. Not run here.
 """
 
 from trace_jax.config import default
