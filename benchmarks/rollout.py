@@ -57,7 +57,7 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("top", 0, "kernels of the profile to print, longest first")
 flags.DEFINE_list("cases", [], "precision:batch:context:regime; default: those of the table")
-flags.DEFINE_string("commit", "", "commit to name in the header; default: ask git")
+flags.DEFINE_string("commit", "", "commit to name in the rows")
 flags.DEFINE_string("out", "benchmarks/results/rollout_h200.json", "where to write the results")
 
 CASES = (
