@@ -31,9 +31,7 @@ def main():
     result = train(config, workdir / "trace")
     print("post-hoc FP4: BF16 rollouts from the same warm start, quantized at the end")
     warm = dataclasses.replace(config.warmup, init_from=str(workdir / "trace"))
-    rival = train(
-        dataclasses.replace(config, mode="post_hoc", warmup=warm), workdir / "post_hoc"
-    )
+    rival = train(dataclasses.replace(config, mode="post_hoc", warmup=warm), workdir / "post_hoc")
     line = cli.summary(result, None)
     line["accuracy_post_hoc"] = round(rival.after["accuracy"], 4)
     line["seconds"] = round(time.perf_counter() - begun, 1)

@@ -71,7 +71,8 @@ def row_of(run: Run, folder: Path, summary: dict) -> dict:
         "entropy_final": _last(metrics, "train/entropy"),
         "entropy_mean": _mean(metrics, "train/entropy"),
         "tokens_per_second": _mean(metrics, "tokens_per_second"),
-        **{f"seconds_{part}": s for part, s in _seconds(metrics).items()},
+        **_seconds(metrics),
+        "weight_bytes": _last(metrics, "weights/bytes"),
         "collapsed": float(collapsed(rewards)),
         "reward_curve": curve(rewards),
         "entropy_curve": curve([m["train/entropy"] for m in metrics]),
@@ -93,9 +94,13 @@ def _ledger(metrics) -> dict:
 
 
 def _seconds(metrics) -> dict:
-    keys = sorted({k for m in metrics for k in m if k.startswith("seconds/")})
-    total = lambda key: round(sum(m.get(key, 0.0) for m in metrics), 4)
-    return {key.removeprefix("seconds/"): total(key) for key in keys}
+    """Seconds by part of the loop: over the run, and the median step's, which compiles nothing."""
+    out = {}
+    for key in sorted({k for m in metrics for k in m if k.startswith("seconds/")}):
+        part, spent = key.removeprefix("seconds/"), [m.get(key, 0.0) for m in metrics]
+        out[f"seconds_{part}"] = round(sum(spent), 4)
+        out[f"step_{part}"] = round(float(np.median(spent)), 5)
+    return out
 
 
 def _values(metrics, key):

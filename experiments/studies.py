@@ -39,15 +39,17 @@ class Run(NamedTuple):
         return f"{slug}-{self.seed}"
 
 
-def study(base: str, rows, *, seeds: int = 3, columns=COLUMNS, overrides=()):
+def study(base: str, rows, *, seeds: int = 3, columns=COLUMNS, overrides=(), name: str = "results"):
     """A sweep's ConfigDict.
 
     Args:
       base: configuration file, from the repository's root.
-      rows: (label, method, {setting: value}) each; the settings override the method's.
+      rows: (label, method, {setting: value}) each; the settings override the method's, and
+        a "base" among them is the row's own configuration file.
       seeds: each row runs with seeds 0 to seeds - 1.
       columns: of the table; see COLUMNS.
       overrides: (setting, value) pairs that hold for every row.
+      name: of the section of README.md that has the table, and of the picture.
     """
     lines = tuple((label, method, tuple(own.items())) for label, method, own in rows)
     return ml_collections.ConfigDict(
@@ -57,6 +59,7 @@ def study(base: str, rows, *, seeds: int = 3, columns=COLUMNS, overrides=()):
             "seeds": seeds,
             "columns": tuple(columns),
             "overrides": tuple(overrides),
+            "name": name,
         }
     )
 
@@ -73,9 +76,10 @@ def runs_of(sweep: ml_collections.ConfigDict) -> list[Run]:
     out = []
     for seed, (label, method, own) in itertools.product(range(sweep.seeds), sweep.rows):
         settings = dict(sweep.overrides) | dict(own) | {"seed": seed, "method": method}
-        config = _configured(sweep.base, settings)
+        base = settings.pop("base", sweep.base)
+        config = _configured(base, settings)
         given = tuple(f"--config.{path}={value}" for path, value in settings.items())
-        out.append(Run(label, seed, config, (f"--config={sweep.base}", *given)))
+        out.append(Run(label, seed, config, (f"--config={base}", *given)))
     return out
 
 

@@ -3,10 +3,10 @@
     python -m experiments.sweep --config=experiments/cached_depth/sweep.py
 
 Rows go to results.jsonl beside the file, the table into its README.md, the picture to
-results.png. What is there already at the same settings is not run again; a run that was
-interrupted goes on from its checkpoint, one that failed is a row with its error and is
-tried again. All runs of one model and task begin with the same warm start, that of seed 0; the
-seeds of a row run in one process, which compiles once.
+results.png. What is there already at the same settings is not run again, nor what another study
+has run; a run that was interrupted goes on from its checkpoint, one that failed is a row with its
+error and is tried again. All runs of one model and task begin with the same warm start, that of
+seed 0; the seeds of a row run in one process, which compiles once.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ from ml_collections import config_flags
 from tqdm import tqdm
 
 from experiments import cli, results, rows
-from experiments.studies import Run, runs_of
+from experiments.studies import ROOT, Run, runs_of
 from trace_jax.checkpoint import Checkpointer
 from trace_jax.config import to_dict
 
@@ -121,6 +121,18 @@ class Sweep:
         have = {self._key(row) for row in kept if "label" in row}
         return [r for r in runs if self._key(rows.head_of(r)) not in have]
 
+    def borrow(self, runs: list[Run]) -> None:
+        """Takes over the rows that another study has of the same settings and seed."""
+        known = {}
+        for path in sorted((ROOT / "experiments").glob("*/results.jsonl")):
+            for row in results.read_rows(path):
+                if "label" in row and "error" not in row:
+                    known[row["settings"], row["seed"]] = row
+        for run in runs:
+            head = rows.head_of(run)
+            if found := known.get((head["settings"], head["seed"])):
+                results.append_row(self.path, found | head)
+
     @staticmethod
     def _key(row: dict) -> tuple:
         return row.get("settings"), row.get("label"), row["seed"]
@@ -195,8 +207,8 @@ def report(sweep, runs: list[Run], out: Path) -> str:
     labels = [label for label, *_ in sweep.rows]
     shown = rows.table(mine, labels, sweep.columns)
     if (out / "README.md").exists():
-        results.replace_section(out / "README.md", "table", shown)
-    rows.draw(mine, labels, out / "results.png", out.name)
+        results.replace_section(out / "README.md", sweep.name, shown)
+    rows.draw(mine, labels, out / f"{sweep.name}.png", out.name)
     return shown
 
 
@@ -208,6 +220,7 @@ def main():
         raise ValueError(f"--only names no row: {', '.join(sorted(unknown))}")
     chosen = [r for r in runs if not ONLY.value or r.label in ONLY.value]
     study = Sweep(out, Path(WORKDIR.value), JOBS.value)
+    study.borrow(study.missing(chosen))
     study.run(study.missing(chosen))
     print(report(sweep, runs, out))
     mine = {(rows.settings_key(r.config), r.label, r.seed) for r in chosen}

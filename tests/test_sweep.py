@@ -52,7 +52,9 @@ def get_config():
 def folder(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
     (tmp_path / "sweep.py").write_text(SWEEP.replace("FOLDER", str(tmp_path)))
-    (tmp_path / "README.md").write_text("# Study\n\n<!-- table -->\nold\n<!-- /table -->\nend\n")
+    (tmp_path / "README.md").write_text(
+        "# Study\n\n<!-- results -->\nold\n<!-- /results -->\nend\n"
+    )
     return tmp_path
 
 
@@ -73,7 +75,7 @@ def test_every_study_has_runs_that_can_work_and_a_page_for_its_table(name):
     }
     page = (ROOT / "experiments" / name / "README.md").read_text()
     assert f"python -m experiments.sweep --config=experiments/{name}/sweep.py" in page
-    assert "<!-- table -->" in page and "<!-- /table -->" in page
+    assert "<!-- results -->" in page and "<!-- /results -->" in page
 
 
 def test_there_are_studies():
@@ -193,6 +195,27 @@ def test_failures_run_again_and_rows_of_other_settings_stay(folder):
     study_ = sweep.Sweep(folder, folder, 1)
     assert study_.missing(found) == [found[1]]
     assert results.read_rows(folder / "results.jsonl") == [heads[0], old]
+
+
+def test_a_row_of_another_study_is_taken_over_under_the_own_label(folder, monkeypatch):
+    found = runs(folder, seeds=2)
+    head = rows.head_of(found[0])
+    theirs = folder / "experiments" / "theirs" / "results.jsonl"
+    results.append_row(theirs, head | {"label": "of theirs", "accuracy_after": 0.5})
+    results.append_row(theirs, rows.head_of(found[1]) | {"error": "no memory"})
+    monkeypatch.setattr(sweep, "ROOT", folder)
+    study_ = sweep.Sweep(folder, folder, 1)
+    study_.borrow(study_.missing(found))
+    assert results.read_rows(study_.path) == [head | {"accuracy_after": 0.5}]
+    assert study_.missing(found) == [found[1]], "a failure is nothing to take over"
+
+
+def test_a_row_may_have_a_configuration_file_of_its_own(folder):
+    (folder / "wide.py").write_text(TINY.replace("hidden=16", "hidden=32"))
+    own = (("a", "qat", {}), ("b", "qat", {"base": f"{folder}/wide.py"}))
+    plain, wide = runs(folder, own, seeds=1)
+    assert (plain.config.model.hidden, wide.config.model.hidden) == (16, 32)
+    assert wide.flags[0] == f"--config={folder}/wide.py" and "base" not in " ".join(wide.flags[1:])
 
 
 def test_a_failed_run_is_a_row_with_its_last_line_and_the_others_go_on(folder, monkeypatch):

@@ -7,7 +7,7 @@ PLANS = {
     "scales alone": {"guidance.bits": 0},
     "one bit": {},
     "one bit, 2-bit scales": {"guidance.scale_bits": 2},
-    "one bit, guard 0.4": {"guidance.guard": 0.4},
+    "one bit, guard 0.1": {"guidance.guard": 0.1},
     "one bit, without expert_mid": {"guidance.sites": ("expert_in", "k", "v")},
     "one bit, K and V alone": {"guidance.sites": ("k", "v")},
     "whole codes": {"guidance.bits": 4},

@@ -3,19 +3,20 @@
 from experiments.studies import study
 
 OVERRIDES = (("rollout.engine_noise", 0.01),)
-CORRECTIONS = {
-    "no correction": {"rl.correction": "none"},
-    "token ratio capped at 5": {},
-    "icepop": {"rl.correction": "icepop"},
-    "sequence mask": {"rl.correction": "sequence_mask"},
+PLAIN = {"rl.correction": "none"}
+OBJECTIVES = {
+    "token ratio capped at 5": {},  # what both methods have
+    "no correction": PLAIN,
+    "score centering": PLAIN | {"rl.score_centering": 128},
+    "gspo": PLAIN | {"rl.algorithm": "gspo"},
 }
 ROWS = [
-    (f"{mode}, {name}", "", {"mode": mode, "rl.correction": "tis"} | plan | settings)
-    for mode, plan in (("qat", {}), ("trace", {"guidance.layers": "last:0.5"}))
-    for name, settings in CORRECTIONS.items()
+    (f"{method}, {name}", method, settings)
+    for method in ("qat", "trace")
+    for name, settings in OBJECTIVES.items()
 ]
 ROWS += [("trace, routes not replayed", "trace", {"rl.routing_replay": False})]
 
 
 def get_config():
-    return study("configs/study_50m.py", ROWS, overrides=OVERRIDES)
+    return study("configs/study_50m.py", ROWS, seeds=1, overrides=OVERRIDES)

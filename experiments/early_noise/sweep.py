@@ -1,16 +1,15 @@
-"""Does the noise of FP4 rollouts help early exploration? See README.md."""
+"""Does guidance mislead a policy that has hardly learned, and does noise help it? See README.md."""
 
 from experiments.studies import study
 
-OVERRIDES = (("rl.steps", 40),)
-ROWS = [
-    (f"{method}, noise {noise:g}", method, {"rollout.engine_noise": noise})
-    for method in ("bf16", "naive", "trace_all")
-    for noise in (0.0, 0.01, 0.03)
-]
+OVERRIDES = (("warmup.steps", 60),)
+METHODS = ("bf16", "naive", "qat", "trace", "trace_all")
+ROWS = [(f"{m}, noise 0.01", m, {"rollout.engine_noise": 0.01}) for m in METHODS]
+ROWS += [(f"{m}, noise 0", m, {}) for m in ("bf16", "naive")]
 COLUMNS = (
     ("accuracy, FP4", "accuracy_after", 3),
     ("accuracy, BF16", "accuracy_bf16", 3),
+    ("before RL, FP4", "accuracy_before", 3),
     ("entropy, mean", "entropy_mean", 3),
     ("entropy, final", "entropy_final", 3),
     ("mean gap", "gap_mean", 4),
@@ -19,4 +18,4 @@ COLUMNS = (
 
 
 def get_config():
-    return study("configs/study_50m.py", ROWS, columns=COLUMNS, overrides=OVERRIDES)
+    return study("configs/study_50m.py", ROWS, seeds=1, columns=COLUMNS, overrides=OVERRIDES)

@@ -1,14 +1,21 @@
-"""How far may the policy move under one rollout's guidance? See README.md."""
+"""What is guidance of an older policy version worth? See README.md."""
 
 from experiments.studies import study
 
 OVERRIDES = (("rollout.engine_noise", 0.01),)
-ROWS = [
-    (f"{method}, {parts} optimizer steps a rollout", method, {"rl.minibatches": parts})
-    for method in ("qat", "trace_all")
-    for parts in (1, 2, 4, 8)
+LAGS = (1, 3, 8)
+ROWS = [("qat, lag 0", "qat", {}), ("one bit, lag 0", "trace_all", {})]
+ROWS += [(f"qat, lag {lag}", "qat", {"rl.max_version_lag": lag}) for lag in LAGS]
+ROWS += [
+    (
+        f"one bit, lag {lag}, {rule}",
+        "trace_all",
+        {"rl.max_version_lag": lag, "guidance.on_stale": rule},
+    )
+    for lag in LAGS
+    for rule in ("obey", "fade", "drop")
 ]
 
 
 def get_config():
-    return study("configs/study_50m.py", ROWS, overrides=OVERRIDES)
+    return study("configs/study_50m.py", ROWS, seeds=1, overrides=OVERRIDES)
