@@ -10,7 +10,7 @@ second model.
 
 692 M parameters, 214 M a token, its own tokenizer and chat template. In half of its examples the
 teacher of the warm start writes the digits of the answer backward, so RL has something to find.
-Sized for many short runs on one H200, five of them side by side, a minute or so each: 128 answers
+Sized for many short runs on one H200, five of them side by side, a minute or so each: 64 answers
 of up to 4 tokens a step. Runs leave no checkpoints: one is 8.3 GB.
 """
 
@@ -24,8 +24,8 @@ def get_config(stage: str = "rl"):
     config.task.datasets = (("chain_sum", 1.0, numbers),)
     config.task.max_prompt = 40
     config.task.max_response = 4
-    config.rl.steps = 12
-    config.rl.prompts_per_step = 16
+    config.rl.steps = 10
+    config.rl.prompts_per_step = 8
     config.rl.samples = 8
     config.rl.remat = "full"
     config.rl.logprob_chunk = 1024
