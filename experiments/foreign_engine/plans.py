@@ -7,24 +7,17 @@ each plan is compared with it. No training happens here.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 from absl import flags
 from tqdm import tqdm
 
 from experiments import cli, results
-from trace_jax import fp4, model, modes, sync
-from trace_jax.config import freeze
-from trace_jax.fp4 import SITES, GuidancePlan
-from trace_jax.ledger import code_ledger
-from trace_jax.model.specs import Guidance
-from trace_jax.rl.batches import response_window
-from trace_jax.rl.logprobs import chunked_logprobs
-from trace_jax.rl.mismatch import logprob_ledger
-from trace_jax.rollout import Engine, EngineConfig
-from trace_jax.rollout.sampling import request_keys
+from experiments.forwards import Subject, comparison, sampler
+from trace_jax import modes
+from trace_jax.config import Config, freeze
+from trace_jax.fp4 import NO_GUIDANCE, SITES, GuidancePlan
 from trace_jax.trainer import Trainer
 
 RUN = flags.DEFINE_string("run", None, "Run folder of a trained policy.")
@@ -40,8 +33,8 @@ def plan(layers, sites=SITES, **settings) -> GuidancePlan:
 
 # name: (plan, whether the rollout's routes are replayed)
 CASES = {
-    "QAT (no guidance)": (fp4.NO_GUIDANCE, True),
-    "QAT, routes not replayed": (fp4.NO_GUIDANCE, False),
+    "QAT (no guidance)": (NO_GUIDANCE, True),
+    "QAT, routes not replayed": (NO_GUIDANCE, False),
     "scales alone, all layers": (plan("all", bits=0), True),
     "1 bit, last half, paper's sites": (plan(HALF, PAPER), True),
     "1 bit, last half, paper's sites, routes not replayed": (plan(HALF, PAPER), False),
@@ -62,125 +55,49 @@ CASES = {
 }
 
 
-class Study:
-    """A trained policy, its prompts, and rollouts at given noise."""
+def of_run(folder: Path) -> tuple[Subject, Config, int]:
+    """The newest policy of a run on the prompts of its next step, its settings and that step."""
+    config = freeze(json.loads((folder / "config.json").read_text()))
+    trainer = Trainer(config, folder)
+    step, state, _ = trainer.restore(trainer.start(trainer.fresh_params()))
+    prompts = trainer.actor.prompts(step)
+    subject = Subject(
+        config.model,
+        state["train"].params,
+        prompts.tokens,
+        prompts.lengths,
+        config.rl.samples,
+        config.task.max_response,
+        trainer.actor.tokenizer.eos_ids,
+        config.rollout.temperature,
+        config.rl.logprob_chunk,
+    )
+    return subject, config, step
 
-    def __init__(self, folder: Path):
-        self.config = freeze(json.loads((folder / "config.json").read_text()))
-        self.trainer = Trainer(self.config, folder)
-        step, state, _ = self.trainer.restore(self.trainer.start(self.trainer.fresh_params()))
-        self.params, self.step = state["train"].params, step
-        self.fp4 = modes.fp4_precision(self.config)
-        self.bf16 = modes.bf16_precision(self.config)
 
-    def rollout(self, precision, noise: float):
-        """A rollout whose every code is recorded."""
-        c = self.config
-        engine = Engine(
-            EngineConfig(
-                c.model,
-                precision,
-                self.trainer.actor.tokenizer.eos_ids,
-                c.task.max_response,
-                samples=c.rl.samples,
-                temperature=c.rollout.temperature,
-                audit_rows=c.rows,
-                noise=noise,
-            )
-        )
-        prompts = self.trainer.actor.prompts(self.step)
-        slots = jnp.arange(c.rl.prompts_per_step)
-        keys = request_keys(
-            c.seed,
-            self.step,
-            jnp.repeat(slots, c.rl.samples),
-            jnp.tile(jnp.arange(c.rl.samples), len(slots)),
-        )
-        params = jax.jit(lambda p: sync.to_rollout(p, precision))(self.params)
-        return engine(params, prompts.tokens, prompts.lengths, keys, noise_seed=1)
-
-    def compare(self, rollout, precision, guide: GuidancePlan, replay: bool) -> dict:
-        """Ledger of the trainer's forward under one plan against `rollout`."""
-        c = self.config
-        planned = model.planned_layers(c.model, precision, guide)
-        numerics = model.numerics(
-            c.model, precision, plan=guide, guide=bool(planned), audit_rows=c.rows
-        )
-
-        def measure(params, rollout):
-            sites = {
-                site: fp4.compact(
-                    rollout.audit[site].codes[jnp.array(layers)],
-                    rollout.audit[site].scale_bytes[jnp.array(layers)],
-                    guide,
-                )
-                for site, layers in planned.items()
-            }
-            guidance = Guidance(sites, rollout.guidance.recorded, rollout.version)
-            width = None
-            if guide.guard is not None:
-                width = jnp.full(rollout.tokens.shape, guide.guard, jnp.float32)
-            out = model.apply(
-                c.model,
-                params,
-                rollout.tokens,
-                numerics,
-                valid=rollout.valid,
-                guidance=guidance if planned else None,
-                guard=width,
-                routes=rollout.routes.astype(jnp.int32) if replay else None,
-            )
-            start, length = rollout.prompt_length, c.task.max_response
-            logp, _ = chunked_logprobs(
-                response_window(out.hidden, start - 1, length),
-                model.unembedding(params),
-                response_window(rollout.tokens, start, length),
-                temperature=c.rollout.temperature,
-                chunk=c.rl.logprob_chunk,
-            )
-            inside = jnp.arange(length)[None] < (rollout.length - start)[:, None]
-            mask = response_window(rollout.mask, start, length) & inside
-            ledger = logprob_ledger(
-                logp, response_window(rollout.logp, start, length), mask, jnp.zeros(c.rows)
-            )
-            return ledger, code_ledger(rollout, out.record.audit, out.record.routes)
-
-        ledger, codes = jax.device_get(jax.jit(measure)(self.params, rollout))
-        row = {k: float(ledger[k]) for k in ("gap_mean", "gap_p99", "gap_max", "kl_k3")}
-        layers = range(c.model.num_layers)
-        for site in SITES:
-            shares = [codes.get(f"agreement/{site}/layer{i}") for i in layers]
-            if shares[0] is not None:
-                row[f"agreement_{site}"] = min(float(s) for s in shares)
-        row["bytes_per_token"] = fp4.guidance_bytes_per_token(
-            c.model, GuidancePlan(**{**vars(guide), "sites": tuple(planned)})
-        )
-        return row
+def compared(subject: Subject, config: Config, step: int, noise: float) -> Iterator[dict]:
+    """The row of every case at one noise level; nothing of a case is kept for the next."""
+    fp4_side, bf16_side = modes.fp4_precision(config), modes.bf16_precision(config)
+    plain = sampler(subject, bf16_side, noise)(config.seed, step)
+    yield {"case": "BF16 on both sides"} | comparison(subject, bf16_side, NO_GUIDANCE)(plain)
+    rollout = sampler(subject, fp4_side, noise)(config.seed, step)
+    yield {"case": "naive (BF16 trainer)"} | comparison(subject, bf16_side, NO_GUIDANCE)(rollout)
+    for case, (guide, replay) in CASES.items():
+        yield {"case": case} | comparison(subject, fp4_side, guide, replay)(rollout)
 
 
 def main():
-    study, out = Study(Path(RUN.value)), Path(OUT.value)
-    facts = results.provenance() | {"policy_step": study.step, "seed": study.config.seed}
+    out = Path(OUT.value)
+    subject, config, step = of_run(Path(RUN.value))
+    facts = results.provenance() | {"policy_step": step, "seed": config.seed}
     rows = []
     levels = [float(n) for n in NOISE.value]
     with tqdm(total=len(levels) * (len(CASES) + 2), desc="plans", disable=None) as bar:
-
-        def add(noise, case, row):
-            rows.append({"noise": noise, "case": case, **row, **facts})
-            bar.update()
-
         for noise in levels:
-            plain = study.rollout(study.bf16, noise)
-            row = study.compare(plain, study.bf16, fp4.NO_GUIDANCE, True)
-            add(noise, "BF16 on both sides", row)
-            rollout = study.rollout(study.fp4, noise)
-            row = study.compare(rollout, study.bf16, fp4.NO_GUIDANCE, True)
-            add(noise, "naive (BF16 trainer)", row)
-            for case, (guide, replay) in CASES.items():
-                add(noise, case, study.compare(rollout, study.fp4, guide, replay))
-    out.unlink(missing_ok=True)
-    for row in rows:
-        results.append_row(out, row)
+            for row in compared(subject, config, step, noise):
+                rows.append({"noise": noise, **row, **facts})
+                bar.update()
+    results.write_rows(out, rows)
     results.replace_section(out.parent / "README.md", "plans", table(rows))
     print(table(rows))
     cli.print_json({"results": str(out), "rows": len(rows)})
