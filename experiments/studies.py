@@ -23,6 +23,9 @@ COLUMNS = (
     ("collapsed", "collapsed", 1),
     ("seconds", "seconds", 0),
 )
+# for studies of many rows on a CPU: the quickstart's model, half of its steps and answers
+SMALL = "configs/quickstart.py"
+SMALLER = (("rl.steps", 30), ("rl.prompts_per_step", 16), ("eval.problems", 128))
 
 
 class Run(NamedTuple):

@@ -1,8 +1,8 @@
 """Does guidance go with corrections of the objective? See README.md."""
 
-from experiments.studies import study
+from experiments.studies import SMALL, SMALLER, study
 
-OVERRIDES = (("rollout.engine_noise", 0.01),)
+OVERRIDES = (*SMALLER, ("rollout.engine_noise", 0.01))
 PLAIN = {"rl.correction": "none"}
 OBJECTIVES = {
     "token ratio capped at 5": {},  # what both methods have
@@ -19,4 +19,4 @@ ROWS += [("trace, routes not replayed", "trace", {"rl.routing_replay": False})]
 
 
 def get_config():
-    return study("configs/study_50m.py", ROWS, seeds=1, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=1, overrides=OVERRIDES)

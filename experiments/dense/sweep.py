@@ -1,15 +1,16 @@
 """Is a dense model any different? See README.md."""
 
-from experiments.studies import study
+from experiments.studies import SMALL, SMALLER, study
 
 OVERRIDES = (
+    *SMALLER,
     ("rollout.engine_noise", 0.01),
     ("model.num_experts", 0),
     ("model.top_k", 0),
-    ("model.expert_dim", 1024),
+    ("model.expert_dim", 128),
 )
 ROWS = [(m, m, {}) for m in ("bf16", "naive", "qat", "trace", "trace_all")]
 
 
 def get_config():
-    return study("configs/study_50m.py", ROWS, seeds=1, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=1, overrides=OVERRIDES)

@@ -1,8 +1,8 @@
 """Does guidance mislead a policy that has hardly learned, and does noise help it? See README.md."""
 
-from experiments.studies import study
+from experiments.studies import SMALL, SMALLER, study
 
-OVERRIDES = (("warmup.steps", 60),)
+OVERRIDES = (*SMALLER, ("warmup.steps", 100))
 METHODS = ("bf16", "naive", "qat", "trace", "trace_all")
 ROWS = [(f"{m}, noise 0.01", m, {"rollout.engine_noise": 0.01}) for m in METHODS]
 ROWS += [(f"{m}, noise 0", m, {}) for m in ("bf16", "naive")]
@@ -18,4 +18,4 @@ COLUMNS = (
 
 
 def get_config():
-    return study("configs/study_50m.py", ROWS, seeds=1, columns=COLUMNS, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=1, columns=COLUMNS, overrides=OVERRIDES)

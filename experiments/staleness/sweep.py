@@ -1,8 +1,8 @@
 """What is guidance of an older policy version worth? See README.md."""
 
-from experiments.studies import study
+from experiments.studies import SMALL, SMALLER, study
 
-OVERRIDES = (("rollout.engine_noise", 0.01),)
+OVERRIDES = (*SMALLER, ("rollout.engine_noise", 0.01))
 LAGS = (1, 3, 8)
 ROWS = [("qat, lag 0", "qat", {}), ("one bit, lag 0", "trace_all", {})]
 ROWS += [(f"qat, lag {lag}", "qat", {"rl.max_version_lag": lag}) for lag in LAGS]
@@ -18,4 +18,4 @@ ROWS += [
 
 
 def get_config():
-    return study("configs/study_50m.py", ROWS, seeds=1, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=1, overrides=OVERRIDES)
