@@ -96,9 +96,29 @@ def test_residual_norm_and_the_codec_in_one(version, width):
             np.asarray(got.value, np.float32), np.asarray(value, np.float32)
         )
         jax.tree.map(np.testing.assert_array_equal, got.guidance, left)
-    plain = added(x, y, weight, eps=1e-6, version=version)
-    assert plain.value is None and plain.guidance is None
-    np.testing.assert_array_equal(plain.normed, got.normed)
+    # An addend in FP32 is rounded first.
+    finer = y.astype(jnp.float32) * (1 + 2.0**-10)
+    for addend in (y, finer):
+        plain = added(x, addend, weight, eps=1e-6, version=version)
+        assert plain.value is None and plain.guidance is None
+        jax.tree.map(np.testing.assert_array_equal, plain[:2], got[:2])
+
+
+@VERSIONS
+@pytest.mark.parametrize("count, width", ((1, 64), (8, 2048), (10, 4096)))
+def test_weighted_rows_are_added_up_first(version, count, width):
+    """Integers and powers of two: their sum is exact in any order, and then rounded once."""
+    rng = np.random.default_rng(count)
+    x = jnp.asarray(rng.normal(size=(5, 1, width)), jnp.bfloat16)
+    y = rng.integers(-128, 128, (5, 1, count, width)).astype(np.float32)
+    gates = 2.0 ** -rng.integers(0, 8, (5, 1, count)).astype(np.float32)
+    weight = jnp.asarray(1 + 0.2 * rng.normal(size=width), jnp.float32)
+    got = added(x, jnp.asarray(y), weight, gates=jnp.asarray(gates), eps=1e-6, version=version)
+    total = jnp.asarray((y.astype(np.float64) * gates[..., None]).sum(2), jnp.float32)
+    want = added(x, total.astype(jnp.bfloat16), weight, eps=1e-6, version="reference")
+    np.testing.assert_array_equal(got.sum, want.sum)
+    same = np.asarray(got.normed) == np.asarray(want.normed)
+    assert same.mean() > 0.999 and not np.array_equal(got.sum, x)
 
 
 # --- routing ---
@@ -117,8 +137,11 @@ def test_experts_are_the_largest_and_gates_their_softmax(version, experts, top_k
     want = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
     picked = np.take_along_axis(probs, want, -1)
     for normalize in (False, True):
-        ids, gates = choose(jnp.asarray(parts), top_k, normalize=normalize, version=version)
+        ids, gates, order = choose(jnp.asarray(parts), top_k, normalize=normalize, version=version)
         np.testing.assert_array_equal(ids, want)
+        np.testing.assert_array_equal(order.slot, np.argsort(want.reshape(-1), kind="stable"))
+        starts = np.searchsorted(np.sort(want.reshape(-1)), np.arange(experts + 1))
+        np.testing.assert_array_equal(order.offset, starts)
         share = picked / picked.sum(-1, keepdims=True) if normalize else picked
         np.testing.assert_allclose(gates, share, rtol=3e-6)
 
@@ -126,14 +149,26 @@ def test_experts_are_the_largest_and_gates_their_softmax(version, experts, top_k
 @VERSIONS
 def test_equal_logits_go_to_the_lower_expert(version):
     logits = jnp.zeros((3, 128)).at[1, 100].set(1.0).at[2].set(jnp.tile(jnp.arange(4.0), 32))
-    ids, _ = choose(logits[:, None], 4, normalize=True, version=version)
+    ids, *_ = choose(logits[:, None], 4, normalize=True, version=version)
     np.testing.assert_array_equal(ids, [[0, 1, 2, 3], [100, 0, 1, 2], [3, 7, 11, 15]])
 
 
 @VERSIONS
 def test_a_token_without_a_number_still_names_experts_that_exist(version):
-    ids, _ = choose(jnp.full((2, 1, 16), jnp.nan), 4, normalize=True, version=version)
+    logits = jnp.full((2, 1, 16), jnp.nan).at[1, 0, 3].set(1.0)
+    ids, _, order = choose(logits, 4, normalize=True, version=version)
     assert (np.asarray(ids) < 16).all() and (np.asarray(ids) >= 0).all()
+    np.testing.assert_array_equal(np.sort(order.slot), np.arange(8))
+
+
+@VERSIONS
+@pytest.mark.parametrize("tokens", (1, 600, 1100))
+def test_slots_of_any_number_of_tokens_are_in_order(version, tokens):
+    logits = jax.random.normal(jax.random.key(tokens), (tokens, 1, 40))
+    ids, _, order = choose(logits, 8, normalize=True, version=version)
+    ids = np.asarray(ids).reshape(-1)
+    np.testing.assert_array_equal(order.slot, np.argsort(ids, kind="stable"))
+    np.testing.assert_array_equal(order.offset, np.searchsorted(np.sort(ids), np.arange(41)))
 
 
 # --- norm and rotation ---

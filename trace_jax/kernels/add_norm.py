@@ -1,7 +1,8 @@
 """A residual stream, its norm, and the normed rows quantized, in one launch.
 
-Contract, for every version: sum = bf16(x + y); normed = bf16(sum / rms(sum) * weight), in FP32
-in between; and with a format the values and guidance of `fake_quantize_rows(normed)`.
+Contract, for every version: with gates, y is the sum of gates x y over the last axis but one;
+sum = bf16(x + bf16(y)); normed = bf16(sum / rms(sum) * weight), in FP32 in between; and with a
+format the values and guidance of `fake_quantize_rows(normed)`.
 """
 
 from typing import NamedTuple
@@ -24,8 +25,10 @@ class Normed(NamedTuple):
     guidance: SiteGuidance | None
 
 
-def _reference(x, y, weight, eps, fmt, record):
-    total = fp32_source(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+def _reference(x, y, gates, weight, eps, fmt, record):
+    if gates is not None:
+        y = jnp.sum(y * gates[..., None], axis=-2)
+    total = fp32_source(x.astype(jnp.float32) + fp32_source(y, x.dtype), x.dtype)
     scale = jax.lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + eps)
     weight = jnp.expand_dims(weight, range(x.ndim - 1))
     normed = fp32_source(total * scale * weight, x.dtype).astype(x.dtype)
@@ -38,7 +41,7 @@ def _reference(x, y, weight, eps, fmt, record):
     return Normed(total.astype(x.dtype), normed, value, guidance)
 
 
-def _hopper(x, y, weight, eps, fmt, record):
+def _hopper(x, y, gates, weight, eps, fmt, record):
     lead, width = x.shape[:-1], x.shape[-1]
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     bits, scales = ((record or 0) * width // 8, width // 16) if record is not None else (0, 0)
@@ -49,7 +52,8 @@ def _hopper(x, y, weight, eps, fmt, record):
         jax.ShapeDtypeStruct((*lead, scales), jnp.uint8),
     )  # fmt: skip
     call = jax.ffi.ffi_call(cuda_build.register("add_norm"), out)
-    total, normed, value, bits, scales = call(x, y, weight, eps=np.float32(eps))
+    gates = jnp.zeros(0, jnp.float32) if gates is None else gates
+    total, normed, value, bits, scales = call(x, y, gates, weight, eps=np.float32(eps))
     guidance = None if record is None else SiteGuidance(bits if record else None, scales)
     return Normed(total, normed, None if fmt is None else value, guidance)
 
@@ -73,6 +77,7 @@ def add_norm(
     weight: jax.Array,
     *,
     eps: float,
+    gates: jax.Array | None = None,
     fmt: Format | None = None,
     record: int | None = None,
     version: str = "auto",
@@ -80,8 +85,10 @@ def add_norm(
     """Adds y to the residual stream x, norms the sum, quantizes that.
 
     Args:
-      x, y: BF16 [..., width].
+      x: BF16 [..., width].
+      y: BF16 or FP32 [..., width]; with gates FP32 [..., n, width].
       weight: FP32 [width].
+      gates: FP32 [..., n], weights of y's rows.
       fmt: format of the quantized rows; None: they are not quantized.
       record: see `fake_quantize_rows`; None without a format.
       version: "auto", "reference" or "hopper".
@@ -91,4 +98,4 @@ def add_norm(
     """
     refusals = {"reference": lambda: None, "hopper": lambda: _hopper_refusal(x, fmt)}
     name = dispatch.choose("add_norm", version, refusals, {"gpu": ("hopper",)})
-    return VERSIONS[name](x, y, weight.astype(jnp.float32), eps, fmt, record)
+    return VERSIONS[name](x, y, gates, weight.astype(jnp.float32), eps, fmt, record)

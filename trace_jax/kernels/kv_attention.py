@@ -89,28 +89,43 @@ def split_count(split: int, pages: int) -> int:
     return max(1, (pages + split // 2) // split)
 
 
-def _hopper(
-    q, pages, table, lengths, scale, window, sink, recent=None, variant=None, split=None
-):  # fmt: skip
+def hopper_call(
+    q: jax.ShapeDtypeStruct, pages: KVPages, max_pages: int, window, rings=False, variant=None,
+    split=None,
+) -> tuple[tuple, dict]:  # fmt: skip
+    """What the Hopper kernel is told of a call: shapes of its results, and its attributes.
+
+    Its results are the output, partial results and how many of them have been written.
+    """
     batch, heads, d = q.shape
-    kv_heads = pages.kv_heads
     index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
-    tiles = batch * kv_heads * -(-heads // kv_heads // 8)
-    split = split or split_pages(tiles, table.shape[1])
-    splits = split_count(split, table.shape[1]) + (recent is not None)
+    tiles = batch * pages.kv_heads * -(-heads // pages.kv_heads // 8)
+    split = split or split_pages(tiles, max_pages)
+    splits = split_count(split, max_pages) + rings
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((tiles, splits, 8, d), jnp.float32),
         jax.ShapeDtypeStruct((tiles, splits, 8, 2), jnp.float32),
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
     )
+    numbers = {
+        "variant": index, "kv_heads": pages.kv_heads, "window": window or 0,
+        "warps": BLOCKS * warps, "split": split,
+    }  # fmt: skip
+    return out, {name: np.int64(number) for name, number in numbers.items()}
+
+
+def _hopper(
+    q, pages, table, lengths, scale, window, sink, recent=None, variant=None, split=None
+):  # fmt: skip
+    rings = recent is not None
+    out, numbers = hopper_call(q, pages, table.shape[1], window, rings, variant, split)
     return jax.ffi.ffi_call(cuda_build.register("paged_attention"), out)(
         pages.data, table, lengths, q,
         jnp.zeros(0, jnp.float32) if sink is None else sink.astype(jnp.float32),
-        jnp.zeros(0, jnp.uint8) if recent is None else recent.data, jnp.zeros(0, jnp.int32),
-        variant=np.int64(index), kv_heads=np.int64(kv_heads), window=np.int64(window or 0),
-        warps=np.int64(BLOCKS * warps), split=np.int64(split),
-        recent_tokens=np.int64(0 if recent is None else recent.data.shape[0] // batch * PAGE),
-        scale=np.float32(scale),
+        recent.data if rings else jnp.zeros(0, jnp.uint8),
+        recent_tokens=np.int64(recent.data.shape[0] // q.shape[0] * PAGE if rings else 0),
+        scale=np.float32(scale), **numbers,
     )[0]  # fmt: skip
 
 
@@ -156,7 +171,8 @@ def _tpu_refusal(q, pages, recent) -> str | None:
     return _pallas_refusal(q, pages, recent)
 
 
-def _hopper_refusal(q, pages) -> str | None:
+def hopper_refusal(q, pages) -> str | None:
+    """Why the CUDA kernel cannot attend with q to pages; None if it can."""
     if pages.layout != "hopper":
         return f"it takes pages in the layout 'hopper', not {pages.layout!r}"
     if q.dtype != jnp.bfloat16:
@@ -218,7 +234,7 @@ def paged_attention(
         raise ValueError(f"paged_attention: window is {window}; write a positive number or None")
     refusals = {
         "reference": lambda: None,
-        "hopper": lambda: _hopper_refusal(q, pages),
+        "hopper": lambda: hopper_refusal(q, pages),
         "triton": lambda: _triton_refusal(q, pages, recent),
         "pallas_tpu": lambda: _tpu_refusal(q, pages, recent),
         "pallas_interpret": lambda: _pallas_refusal(q, pages, recent),

@@ -1,17 +1,27 @@
-"""Router logits to experts and gate weights, in one launch.
+"""Router logits to experts, gate weights and the order of slots by expert, in one launch.
 
 Contract, for every version: logits are the sum of their parts, the last added first; the
 `top_k` largest a token, ties to the lower index; gates are their softmax over all experts,
-or normalized to sum to one.
+or normalized to sum to one; the order is expert_matmul.route's.
 """
 
 import functools
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from trace_jax.kernels import cuda_build, dispatch
+from trace_jax.kernels.expert_matmul import Routing, route
+
+
+class Choice(NamedTuple):
+    """ids int32 and gates FP32 [tokens, top_k], and the slots in the order of their experts."""
+
+    ids: jax.Array
+    gates: jax.Array
+    order: Routing
 
 
 def add_parts(logits: jax.Array) -> jax.Array:
@@ -26,13 +36,19 @@ def _reference(logits, top_k, normalize):
     gates = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), ids, axis=-1)
     if normalize:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
-    return ids.astype(jnp.int32), gates
+    ids = ids.astype(jnp.int32)
+    return Choice(ids, gates, route(ids, logits.shape[-1]))
 
 
 def _hopper(logits, top_k, normalize):
-    shape = (logits.shape[0], top_k)
-    out = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))
-    return jax.ffi.ffi_call(cuda_build.register("top_k"), out)(logits, normalize=normalize)
+    shape, ints = (logits.shape[0], top_k), lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
+    out = (
+        ints(*shape), jax.ShapeDtypeStruct(shape, jnp.float32),
+        ints(logits.shape[0] * top_k), ints(logits.shape[-1] + 1),
+    )  # fmt: skip
+    call = jax.ffi.ffi_call(cuda_build.register("top_k"), out)
+    ids, gates, *order = call(logits, normalize=normalize)
+    return Choice(ids, gates, Routing(*order))
 
 
 VERSIONS = {"reference": _reference, "hopper": _hopper}
@@ -46,8 +62,8 @@ def _hopper_refusal(logits: jax.Array, top_k: int) -> str | None:
 
 def choose_experts(
     logits: jax.Array, top_k: int, *, normalize: bool, version: str = "auto"
-) -> tuple[jax.Array, jax.Array]:
-    """ids int32 and gates FP32 [tokens, top_k] of FP32 logits [tokens, 1 or 3 parts, experts].
+) -> Choice:
+    """The experts of each token, from FP32 logits [tokens, 1 or 3 parts, experts].
 
     Args:
       version: "auto", "reference" or "hopper".

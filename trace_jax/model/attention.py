@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from trace_jax.fp4 import hadamard
+from trace_jax.kernels.decode_attention import Heads
 from trace_jax.kernels.norm_rotary import norm_rotary
 from trace_jax.model.config import ModelConfig
 from trace_jax.model.kv_planes import Rows, decode_rows, quantize_rows, write_plane
@@ -135,7 +136,8 @@ def _softmax(scores, sinks):
 class Attention(nn.Module):
     """Attention of one layer: new keys and values are remembered at `positions`.
 
-    With `pages` (paged.Pages) the cache is a pool of pages.
+    With `pages` (paged.Pages) the cache is a pool of pages. A rollout's output is FP32, which
+    whatever adds it to the residual stream rounds.
     """
 
     config: ModelConfig
@@ -146,9 +148,18 @@ class Attention(nn.Module):
     ):
         cfg = self.config
         linear = partial(Linear, bias=cfg.attention_bias, dtype=x.dtype)
-        gate = None
+        gate, sinks = None, None
+        if cfg.sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
         if self._in_one_launch(sites, x):
-            q, k, v = self._normed_and_turned(x, positions)
+            projected, heads = self._joined_product(x)[:, 0], self._heads(positions)
+            if pages.takes_projection(cache, sites):
+                where = (cache, positions, sites, window, sinks)
+                out, cache = pages.step_from_projection(projected, heads, cfg.norm_eps, *where)
+                return linear(cfg.hidden, name="o", raw=True)(out), cache
+            counts = cfg.num_heads, cfg.num_kv_heads
+            rows = norm_rotary(projected, *counts, *heads, eps=cfg.norm_eps)
+            q, k, v = (a[:, None] for a in rows)
         else:
             q, k, v, gate = self._project(x, linear)
             q, k = self._head_norm(q, k)
@@ -156,9 +167,6 @@ class Attention(nn.Module):
                 q, k, v = (jnp.clip(a, -cfg.clip_qkv, cfg.clip_qkv) for a in (q, k, v))
             q = rotary(q, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
             k = rotary(k, positions, cfg.rope_theta, cfg.rope_scaling, cfg.rotary_fraction)
-        sinks = None
-        if cfg.sinks:
-            sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_heads,), jnp.float32)
         rotate = sites.spec.precision.rotate_v
         v = hadamard(v) if rotate else v
         if pages is not None:
@@ -172,7 +180,8 @@ class Attention(nn.Module):
         if gate is not None:
             gate = jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
             out = rounded(out.astype(jnp.float32) * gate, x.dtype)
-        return linear(cfg.hidden, name="o")(keepable(out, "attention_out")), cache
+        out = linear(cfg.hidden, name="o", raw=sites.decoding)(keepable(out, "attention_out"))
+        return out, cache
 
     def _project(self, x, linear):
         """Queries, keys, values and the output's gate or None, [B, S, heads, head_dim].
@@ -230,13 +239,10 @@ class Attention(nn.Module):
         one = x.dtype == jnp.bfloat16 and x.shape[1] == 1
         return sites.decoding and self._joined and plain and one
 
-    def _normed_and_turned(self, x, positions):
+    def _heads(self, positions) -> Heads:
         cfg = self.config
         norms = [None, None]
         if cfg.qk_norm:
             norms = [self.get_variable("params", n)["weight"] for n in ("q_norm", "k_norm")]
-        cos, sin = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.rope_scaling)
-        projected = self._joined_product(x)[:, 0]
-        heads = cfg.num_heads, cfg.num_kv_heads
-        rows = norm_rotary(projected, *heads, *norms, cos, sin, eps=cfg.norm_eps)
-        return tuple(a[:, None] for a in rows)
+        turns = angles(positions[:, 0], cfg.head_dim // 2, cfg.rope_theta, cfg.rope_scaling)
+        return Heads(*norms, *turns)

@@ -95,11 +95,15 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = x W^T (+ bias), weight [features, inputs], FP32 accumulation, `dtype` in and out."""
+    """y = x W^T (+ bias), weight [features, inputs], FP32 accumulation, `dtype` in and out.
+
+    `raw`: FP32 out, not rounded.
+    """
 
     features: int
     bias: bool = False
     dtype: jnp.dtype = Dtype
+    raw: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -110,7 +114,7 @@ class Linear(nn.Module):
             bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
             bias = rounded(bias, self.dtype).astype(jnp.float32)
             y = y + jnp.expand_dims(bias, range(y.ndim - 1))
-        return rounded(y, self.dtype)
+        return y if self.raw else rounded(y, self.dtype)
 
 
 class Mlp(nn.Module):

@@ -33,11 +33,15 @@ PLAIN = Router()
 
 
 class Routing(NamedTuple):
-    """ids int32 [T, top_k], gates FP32 [T, top_k], probs FP32 [T, experts]."""
+    """ids int32 [T, top_k], gates FP32 [T, top_k], probs FP32 [T, experts].
+
+    While decoding there are no probs, but the slots in the `order` of their experts.
+    """
 
     ids: jax.Array
     gates: jax.Array
-    probs: jax.Array | None  # None while decoding
+    probs: jax.Array | None
+    order: expert_matmul.Routing | None = None
 
 
 def route(
@@ -99,6 +103,13 @@ def load_balance_loss(routing: Routing, valid: jax.Array) -> jax.Array:
     return experts * jnp.sum(jax.lax.stop_gradient(share) * mean)
 
 
+class Weighted(NamedTuple):
+    """Experts' outputs to be added up: FP32 rows [B, S, slots, hidden], gates [B, S, slots]."""
+
+    rows: jax.Array
+    gates: jax.Array
+
+
 class MoE(nn.Module):
     """The feed-forward half of a layer; dense if the config has no experts."""
 
@@ -107,7 +118,8 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, x, valid, sites: Sites, routes=None, given=None):
         """x [B, S, hidden], valid bool [B, S], routes int32 [B, S, top_k] or None.
-        `given`: x quantized already and its record, either None; for the kernels' weights.
+        `given`: x quantized already and its record, either None; for the kernels' weights,
+        whose outputs are then Weighted if no shared expert is added to them.
 
         Returns y [B, S, hidden], ids int32 [B, S, slots], balance loss.
         """
@@ -124,7 +136,9 @@ class MoE(nn.Module):
             ones = jnp.ones(zeros.shape, jnp.float32)
             routing, balance = Routing(zeros, ones, ones), jnp.float32(0.0)
         ids = routing.ids.reshape(batch, length, cfg.slots)
-        y = self._experts(x, ids, routing.gates, routes, sites, given)
+        y = self._experts(x, ids, routing, routes, sites, given)
+        if isinstance(y, Weighted) and (given is None or cfg.shared_dim):
+            y = rounded(jnp.sum(y.rows * y.gates[..., None], axis=-2), x.dtype)
         if cfg.shared_dim:
             y = rounded(y.astype(jnp.float32) + self._shared(x), x.dtype)
         return y, ids, balance
@@ -136,8 +150,8 @@ class MoE(nn.Module):
             bias = self.param("router_bias", zeros, (cfg.num_experts,), jnp.float32)
             logits = add_parts(logits)[:, None] + bias.astype(jnp.float32)[None, None]
         if sites.decoding and cfg.router == PLAIN:
-            ids, gates = choose_experts(logits, cfg.top_k, normalize=cfg.norm_topk)
-            return Routing(ids, gates, None)
+            ids, gates, order = choose_experts(logits, cfg.top_k, normalize=cfg.norm_topk)
+            return Routing(ids, gates, None, order)
         logits = keepable(add_parts(logits), "router")
         correction = None
         if cfg.router.correction:
@@ -164,13 +178,13 @@ class MoE(nn.Module):
         gate = Linear(1, dtype=x.dtype, name="shared_gate")(x).astype(jnp.float32)
         return y * jax.nn.sigmoid(gate)
 
-    def _experts(self, x, ids, gates, routes, sites: Sites, given):
-        cfg = self.config
+    def _experts(self, x, ids, routing: Routing, routes, sites: Sites, given):
+        cfg, gates = self.config, routing.gates
         experts = max(cfg.num_experts, 1)
         gate_up = self._weight("gate_up", (experts, 2 * cfg.expert_dim, cfg.hidden), sites)
         down = self._weight("down", (experts, cfg.hidden, cfg.expert_dim), sites)
         if isinstance(gate_up, ExpertWeights):
-            return self._expert_kernels(x, ids, gates, gate_up, down, sites, given)
+            return self._expert_kernels(x, ids, routing, gate_up, down, sites, given)
         x = made_once(sites.quantize("expert_in", x[:, :, None])[0][:, :, 0].astype(x.dtype))
         weights = RoutedWeights(gate_up, down, *self._biases(experts))
         out = self._routed(x, ids, weights, self._guide_of_mid(ids, routes, sites), sites)
@@ -191,10 +205,11 @@ class MoE(nn.Module):
         out = slot_outputs(how, flat(x), flat(ids), weights, flat(guide), key)
         return jax.tree.map(lambda a: a.reshape(*ids.shape[:2], *a.shape[1:]), out)
 
-    def _expert_kernels(self, x, ids, gates, gate_up, down, sites: Sites, given):
+    def _expert_kernels(self, x, ids, routing: Routing, gate_up, down, sites: Sites, given):
         """The same by the rollout's kernels, which want rows in the order of their experts."""
-        cfg = self.config
-        routing = expert_matmul.route(ids.reshape(-1, cfg.slots), gate_up.data.shape[0])
+        cfg, gates, order = self.config, routing.gates, routing.order
+        if order is None:
+            order = expert_matmul.route(ids.reshape(-1, cfg.slots), gate_up.data.shape[0])
         tokens, left = given or (None, None)
         if left is not None:
             sites.keep("expert_in", jax.tree.map(lambda a: a[:, :, None], left))
@@ -204,22 +219,21 @@ class MoE(nn.Module):
         activation = "clamped_swiglu" if cfg.swiglu_limit else "silu"
 
         def by_slot(a):
-            return jnp.zeros_like(a).at[routing.slot].set(a).reshape(*ids.shape, -1)
+            return jnp.zeros_like(a).at[order.slot].set(a).reshape(*ids.shape, -1)
 
         if sites.spec.audit_rows or sites.inputs.noise_key is not None:
-            mid = expert_matmul.expert_matmul(tokens, gate_up, routing, activation=activation)
+            mid = expert_matmul.expert_matmul(tokens, gate_up, order, activation=activation)
             mid = self._kernel_input("expert_mid", mid, sites, by_slot)
-            y = expert_matmul.expert_matmul(mid, down, routing)
+            y = expert_matmul.expert_matmul(mid, down, order)
         else:
             fmt = sites.spec.precision.expert_mid
             record = None if fmt is None else sites.record_bits("expert_mid")
             y, left = expert_layer(
-                tokens, gate_up, down, routing, activation=activation, fmt=fmt, record=record
+                tokens, gate_up, down, order, activation=activation, fmt=fmt, record=record
             )
             if left is not None:
                 sites.keep("expert_mid", jax.tree.map(by_slot, left))
-        y = y.reshape(*gates.shape, -1)
-        return rounded(jnp.sum(y * gates[..., None], axis=1).reshape(x.shape), x.dtype)
+        return Weighted(y.reshape(*ids.shape, -1), gates.reshape(ids.shape))
 
     def _kernel_input(self, site, x, sites: Sites, order=lambda a: a):
         """Quantizes x [..., width] at a site; `order` brings its record to [B, S, rows, ...]."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from trace_jax.kernels import kv_attention, kv_pages
+from trace_jax.kernels.decode_attention import Heads, decode_attention
 from trace_jax.kernels.kv_append import append
 from trace_jax.kernels.kv_pages import KVPages
 from trace_jax.kernels.kv_recent import append_recent
@@ -81,23 +82,55 @@ class Pages:
         sites.encode("k", k), sites.encode("v", v)
         return k, v
 
+    def takes_projection(self, stored: Stored, sites: Sites) -> bool:
+        """Whether `step_from_projection` does all that a decode step asks for."""
+        plain = sites.inputs.noise_key is None and not sites.spec.audit_rows
+        plain = plain and not sites.spec.precision.rotate_v and stored.state is None
+        return plain and isinstance(stored.pages, KVPages)
+
+    def step_from_projection(
+        self, projected, heads: Heads, eps, stored: Stored, positions, sites: Sites, window, sinks
+    ):
+        """`step` of one token a sequence from its FP32 projection on, by one kernel call.
+
+        Args:
+          projected: FP32 [B, all heads * head_dim]: queries, keys, values.
+          heads, eps: norms and rotation of queries and keys.
+        """
+        out, pool, *left = decode_attention(
+            projected,
+            heads,
+            stored.pages,
+            self.table,
+            self._at(positions) + 1,
+            eps=eps,
+            scale=stored.pages.head_size**-0.5,
+            window=window or None,
+            sink=sinks,
+            record=_wanted(sites),
+        )
+        _keep(sites, left)
+        return out.reshape(out.shape[0], 1, -1), stored._replace(pages=pool)
+
+    def _at(self, positions):
+        """int32 [B]: where each sequence's one token goes; -1 for none."""
+        return jnp.where(self.valid, positions, -1)[:, 0]
+
     def _decode(self, q, k, v, stored: Stored, positions, sites: Sites, window, sinks):
         """One token a sequence, by the kernels."""
         pool, rings = stored
-        bits = {name: sites.record_bits(name) for name in "kv"}
-        if sites.spec.audit_rows:  # whole codes, for the ledger
+        whole = bool(sites.spec.audit_rows)  # codes, for the ledger
+        if whole:
             k, v = self._record(k, v, sites)
-            bits = {"k": None, "v": None}
         else:
             k, v = sites.perturb("k", k), sites.perturb("v", v)
-        wanted = next((b for b in bits.values() if b is not None), None)
-        at = jnp.where(self.valid, positions, -1)[:, 0]
+        wanted = None if whole else _wanted(sites)
+        at = self._at(positions)
         pool, *left = append(pool, self.table, at, k[:, 0], v[:, 0], record=wanted)
         if rings is not None:
             rings = append_recent(rings, at, k[:, 0], v[:, 0])
-        for name, guidance in zip("kv", left, strict=True):
-            if bits[name] is not None:
-                sites.keep(name, jax.tree.map(lambda a: a[:, None], guidance))
+        if not whole:
+            _keep(sites, left)
         out = kv_attention.paged_attention(
             q[:, 0],
             pool,
@@ -109,6 +142,19 @@ class Pages:
             recent=rings,
         )
         return out.reshape(out.shape[0], 1, -1), Stored(pool, rings)
+
+
+def _wanted(sites: Sites) -> int | None:
+    """Bits a value that keys and values are to be recorded with; None where neither is."""
+    bits = (sites.record_bits(name) for name in "kv")
+    return next((b for b in bits if b is not None), None)
+
+
+def _keep(sites: Sites, left) -> None:
+    """Keeps what kernels left of keys and values, [B, heads, ...], as far as it is recorded."""
+    for name, guidance in zip("kv", left, strict=True):
+        if sites.record_bits(name) is not None:
+            sites.keep(name, jax.tree.map(lambda a: a[:, None], guidance))
 
 
 def _write(plane: KVPlane, new: KVPlane, where: Pages, positions) -> KVPlane:

@@ -39,7 +39,7 @@ from trace_jax.model.layers import (
     stored,
 )
 from trace_jax.model.linear_attention import LinearAttention, empty_state
-from trace_jax.model.moe import NOT_RECORDED, MoE
+from trace_jax.model.moe import NOT_RECORDED, MoE, Weighted
 from trace_jax.model.paged import Pages
 from trace_jax.model.sites import LayerSpec, SiteInputs, Sites
 from trace_jax.model.specs import Guidance, Numerics, Record, layer_runs, segments
@@ -54,8 +54,18 @@ class Output(NamedTuple):
     balance: jax.Array
 
 
+class Unsummed(NamedTuple):
+    """A residual stream x [B, S, hidden] whose last addend is yet to be added up."""
+
+    x: jax.Array
+    experts: Weighted
+
+
 class DecoderLayer(nn.Module):
-    """Attention and experts, each behind a norm, with residuals; `kind` replaces either."""
+    """Attention and experts, each behind a norm, with residuals; `kind` replaces either.
+
+    A decode step's layers leave the sum of their experts to the next norm.
+    """
 
     config: ModelConfig
     kind: LayerKind = LayerKind()
@@ -75,9 +85,11 @@ class DecoderLayer(nn.Module):
     ):
         cfg = self.config
         norm = partial(RMSNorm, cfg.norm_eps, cfg.zero_centred_norms)
-        y, cache = self._attend(
-            norm(name="attention_norm")(x), positions, valid, sites, cache, window, pages, segments
-        )
+        if isinstance(x, Unsummed):
+            x, h = _summed(x, self.get_variable("params", "attention_norm"), cfg.norm_eps)
+        else:
+            h = norm(name="attention_norm")(x)
+        y, cache = self._attend(h, positions, valid, sites, cache, window, pages, segments)
         given = None
         if self._in_one_launch(x, sites):
             x, h, *given = self._to_experts(x, y, sites)
@@ -89,7 +101,8 @@ class DecoderLayer(nn.Module):
             ids, balance = jnp.full((*x.shape[:2], cfg.slots), NOT_RECORDED), jnp.float32(0.0)
         else:
             y, ids, balance = MoE(cfg, name="moe")(h, valid, sites, routes, given)
-        return _add(x, y), cache, ids, balance
+        x = Unsummed(x, y) if isinstance(y, Weighted) else _add(x, y)
+        return x, cache, ids, balance
 
     def _in_one_launch(self, x, sites: Sites) -> bool:
         """Whether residual, norm and the experts' inputs are one op: in a decode step's kernels."""
@@ -122,7 +135,14 @@ class DecoderLayer(nn.Module):
 
 
 def _add(x, y):
+    y = y if y.dtype == x.dtype else rounded(y, x.dtype)
     return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
+
+
+def _summed(x: Unsummed, norm: dict, eps: float):
+    """The residual stream, and its norm."""
+    out = add_norm(x.x, x.experts.rows, norm["weight"], eps=eps, gates=x.experts.gates)
+    return out.sum, out.normed
 
 
 def init(config: ModelConfig, key: jax.Array) -> dict:
@@ -285,6 +305,8 @@ def _check_segments(numerics: Numerics, positions, cache) -> None:
 
 
 def _final_norm(config, params, x):
+    if isinstance(x, Unsummed):
+        return _summed(x, params["final_norm"], config.norm_eps)[1]
     norm = RMSNorm(config.norm_eps, config.zero_centred_norms)
     return norm.apply({"params": params["final_norm"]}, x)
 

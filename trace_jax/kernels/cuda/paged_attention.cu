@@ -6,8 +6,12 @@
 // lengths are. A warp streams its pages through its own ring in shared memory (bulk copies, one
 // unit for K and one for V), multiplies K and V as the tensor cores' left operand with up to 8
 // query heads on the right, and writes the result of a (sequence, KV head) of one split, or
-// leaves a partial one. A second kernel merges those.
+// leaves a partial one. The warp that leaves the last of a (sequence, KV head) adds them up.
+//
+// `decode_attention` puts token_rows.cuh ahead of it. The two overlap: pages that the new token does
+// not go to are fetched early.
 #include "common.cuh"
+#include "token_rows.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -16,11 +20,8 @@ namespace trace_jax {
 
 constexpr int kPage = 64;
 constexpr int kMaxBatch = 4096;
-constexpr int kMergeWarps = 4;
 constexpr float kLow = -1e30f;
 constexpr float kLog2e = 1.4426950408889634f;
-
-enum Kind { kNvfp4 = 0, kFp8 = 1, kBf16 = 2 };
 
 struct Args {
   const uint8_t* pages;        // [pages][kv heads][2][unit bytes]
@@ -29,9 +30,9 @@ struct Args {
   const __nv_bfloat16* query;  // [batch][kv heads][group][head size]
   const float* sink;           // [kv heads * group] or null
   const uint8_t* recent;       // BF16 [rings * recent_tokens / 64][kv heads][2][unit bytes] or null
-  const int* ring;             // [batch], which ring is a sequence's; null: its own number
   float* partial;              // [batch][head tiles][splits][8][head size]
   float2* partial_ml;          // [batch][head tiles][splits][8]: maximum, sum
+  int* arrived;                // [batch][head tiles]: partial results written; zero before
   __nv_bfloat16* out;          // [batch][kv heads][group][head size]
   int batch, kv_heads, group, max_pages, window, warps;
   int split, splits;           // pages of a split; places for partial results, the last for the
@@ -84,8 +85,8 @@ __host__ __device__ __forceinline__ int split_count(int split, int pages) {
 }
 
 // With few pages, no more warps than there are splits, so that they spread over all blocks.
-__device__ __forceinline__ int used_warps(const Args& p, long long total) {
-  return (int)min((long long)p.warps, (total + p.split - 1) / p.split);
+__device__ __forceinline__ int used_warps(const Args& p, int total) {
+  return min(p.warps, (total + p.split - 1) / p.split);
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -134,35 +135,34 @@ __device__ __forceinline__ uint32_t decode_fp8(uint32_t w) {
 
 // Walks a warp's share of the pages, one split of a (sequence, head tile) at a time.
 struct Walk {
-  int b, head, split, page, end;  // `end`: the split's last page, exclusive
-  bool whole;                     // there is no other split
-  long long at, high;
+  int b, head, split, page, end, parts;  // `end`: the split's last page, exclusive; of so many
+  int at, high;
   __device__ __forceinline__ void find(const Args& p, const int* prefix) {
     int low = 0, top = p.batch;  // prefix[low] <= at < prefix[top], in pages of all heads
     while (top - low > 1) {
       int middle = (low + top) / 2;
-      if ((long long)prefix[middle] * head_tiles(p) <= at) low = middle;
+      if (prefix[middle] * head_tiles(p) <= at) low = middle;
       else top = middle;
     }
     b = low;
     // A split that began before belongs to another warp.
     int count = prefix[b + 1] - prefix[b], parts = split_count(p.split, count);
-    int first = (int)((at - (long long)prefix[b] * head_tiles(p)) % count);
+    int first = (at - prefix[b] * head_tiles(p)) % count;
     int next = (first * parts + count - 1) / count;  // the first split that begins here or later
     at += next * count / parts - first;
   }
   __device__ __forceinline__ void enter(const Args& p, const int* prefix) {
     if (at >= high) { b = -1; return; }
     int heads = head_tiles(p);
-    while (at >= (long long)prefix[b + 1] * heads) b++;
-    int count = prefix[b + 1] - prefix[b], rest = (int)(at - (long long)prefix[b] * heads);
+    while (at >= prefix[b + 1] * heads) b++;
+    int count = prefix[b + 1] - prefix[b], rest = at - prefix[b] * heads;
     head = rest / count;
-    int first = rest % count, parts = split_count(p.split, count);
+    int first = rest % count;
+    parts = split_count(p.split, count);
     split = (first * parts + count - 1) / count;
     int many = (split + 1) * count / parts - first;
     page = first + Span(p, b).first_page();
     end = page + many;
-    whole = parts == 1 && !p.recent;
     at += many;
   }
 };
@@ -184,9 +184,17 @@ struct Ring {
     int i = min(walk.page + lane, walk.end - 1);
     ids = p.table[(size_t)walk.b * p.max_pages + i];
   }
-  __device__ __forceinline__ void start() {
+  __device__ __forceinline__ void enter() {
     walk.enter(p, prefix);
     if (walk.b >= 0) load_ids();
+  }
+  // Whether `start` reads other pages than a sequence's last, where a new token goes.
+  __device__ __forceinline__ bool starts_early() const {
+    if (walk.b < 0) return false;
+    int last = (Span(p, walk.b).end - 1) / kPage;
+    return walk.page + (UNITS + 1) / 2 <= min(walk.end, last);
+  }
+  __device__ __forceinline__ void start() {
     for (copied = 0; copied < UNITS;) copy_next();
   }
   // K and V of a page are consecutive units.
@@ -457,13 +465,101 @@ __device__ __forceinline__ void add_up_sums(Softmax& sm) {
   }
 }
 
+template <int N>
+__device__ __forceinline__ void load_floats(const float* from, float* to) {  // of other multiprocessors
+  if constexpr (N == 2) {
+    float2 v = __ldcg(reinterpret_cast<const float2*>(from));
+    to[0] = v.x; to[1] = v.y;
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; n += 4) {
+      float4 v = __ldcg(reinterpret_cast<const float4*>(from + n));
+      to[n] = v.x; to[n + 1] = v.y; to[n + 2] = v.z; to[n + 3] = v.w;
+    }
+  }
+}
+
+// HEADS heads of a tile at a time, AHEAD of their partial results loaded at once; lane
+// AHEAD * i + j has the weight of the j-th of head i.
+template <int D, int HEADS, int AHEAD>
+__device__ __forceinline__ void merge_by(const Args& p, int b, int head, int splits, int lane) {
+  constexpr int N = D / 32;  // dimensions a lane
+  int tiles = (p.group + 7) / 8, tile = b * head_tiles(p) + head, j = lane % AHEAD;
+  int all = splits + (p.recent ? 1 : 0), rows = min(p.group - head % tiles * 8, 8);
+  auto slot = [&](int h, int at) {
+    return ((size_t)tile * p.splits + (at < splits ? at : p.splits - 1)) * 8 + h;
+  };
+  for (int h0 = 0; h0 < rows; h0 += HEADS) {
+    int mine = h0 + lane / AHEAD;
+    float m = kLow, l = 0.0f, sum[HEADS][N] = {};
+    for (int i = 0; i < all; i += AHEAD) {
+      float o[HEADS][AHEAD][N] = {};
+      float2 ml = make_float2(kLow, 0.0f);
+      if (lane / AHEAD < HEADS && mine < rows && i + j < all)
+        ml = __ldcg(p.partial_ml + slot(mine, i + j));
+#pragma unroll
+      for (int h = 0; h < HEADS; h++) {
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+          if (h0 + h < rows && i + k < all)
+            load_floats<N>(p.partial + slot(h0 + h, i + k) * D + lane * N, o[h][k]);
+        }
+      }
+      float top = fmaxf(m, ml.x);
+#pragma unroll
+      for (int d = 1; d < AHEAD; d <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+      float keep = exp2f(m - top), weight = exp2f(ml.x - top), part = weight * ml.y;
+#pragma unroll
+      for (int d = 1; d < AHEAD; d <<= 1) part += __shfl_xor_sync(~0u, part, d);
+      m = top;
+      l = l * keep + part;
+#pragma unroll
+      for (int h = 0; h < HEADS; h++) {
+        float kept = __shfl_sync(~0u, keep, h * AHEAD);
+#pragma unroll
+        for (int n = 0; n < N; n++) sum[h][n] *= kept;
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+          float by = __shfl_sync(~0u, weight, h * AHEAD + k);
+#pragma unroll
+          for (int n = 0; n < N; n++) sum[h][n] += by * o[h][k][n];
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+      float top = __shfl_sync(~0u, m, h * AHEAD), total = __shfl_sync(~0u, l, h * AHEAD), weight;
+      if (h0 + h >= rows) continue;
+      size_t row = (size_t)(head / tiles) * p.group + head % tiles * 8 + h0 + h;
+      float scale = inverse_total(p, row, top, total, weight);
+      scale *= weight;
+      auto out = reinterpret_cast<uint32_t*>(
+          p.out + ((size_t)b * p.kv_heads * p.group + row) * D + lane * N);
+#pragma unroll
+      for (int n = 0; n < N; n += 2)
+        out[n / 2] = pack_bf16(sum[h][n] * scale, sum[h][n + 1] * scale);
+    }
+  }
+}
+
+// Adds up the partial results of a (sequence, head tile) that has so many splits, in an order that
+// their number alone decides; zeros where there are none. As many are loaded at once as registers
+// hold.
+template <int D>
+__device__ __forceinline__ void merge(const Args& p, int b, int head, int splits, int lane) {
+  constexpr int kHeads = D > 128 ? 1 : 2;
+  int all = splits + (p.recent ? 1 : 0);
+  if (all <= 4) merge_by<D, 2 * kHeads, 4>(p, b, head, splits, lane);
+  else merge_by<D, kHeads, 8>(p, b, head, splits, lane);
+}
+
 // The result of (b, head) to `out` if the split is all of it, else a partial one; clears `acc`.
 template <int KIND, int D>
 __device__ __forceinline__ void finish(const Args& p, const Walk& walk, int lane, Softmax sm,
                                        float (*acc)[4]) {
   int g = lane >> 2, t = lane & 3, tiles = (p.group + 7) / 8;
   add_up_sums(sm);
-  if (walk.whole) {
+  if (walk.parts == 1 && !p.recent) {
     int first = walk.head / tiles * p.group, row = walk.head % tiles * 8 + 2 * t;
     float w0, w1;
     w0 = row < p.group ? inverse_total(p, first + row, sm.m0, sm.l0, w0) * w0 : 0.0f;
@@ -484,6 +580,13 @@ __device__ __forceinline__ void finish(const Args& p, const Walk& walk, int lane
   } else {
     int tile = walk.b * head_tiles(p) + walk.head;
     write_partial<D>(p, tile * p.splits + walk.split, lane, sm, acc, value_unscale(KIND));
+    __threadfence();
+    __syncwarp();
+    int before = lane == 0 ? atomicAdd(p.arrived + tile, 1) : 0;
+    if (__shfl_sync(~0u, before, 0) + 1 == walk.parts) {
+      __threadfence();
+      merge<D>(p, walk.b, walk.head, walk.parts, lane);
+    }
   }
 #pragma unroll
   for (int i = 0; i < D / 16; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
@@ -537,11 +640,23 @@ __device__ void prefix_pages(const Args& p, int* prefix) {
   __syncthreads();
 }
 
+// Results of sequences without pages, dealt to all warps.
+template <int D>
+__device__ __forceinline__ void write_empty(const Args& p, const int* prefix, int me, int warps,
+                                            int lane) {
+  int heads = head_tiles(p);
+  for (int tile = me; tile < p.batch * heads; tile += warps) {
+    int b = tile / heads;
+    if (prefix[b] == prefix[b + 1]) merge_by<D, 4, 1>(p, b, tile % heads, 0, lane);
+  }
+}
+
 template <int KIND, int D>
 constexpr int kScaleBytes = KIND == kNvfp4 ? 8 * D : 0;  // a warp's converted scales of V
 
 template <int KIND, int D, int WARPS, int UNITS>
-__global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
+__global__ void __launch_bounds__(WARPS * 32, 1)
+    paged_attention(const __grid_constant__ Args p) {
   constexpr int kUnit = Unit<KIND, D>::kBytes;
   extern __shared__ __align__(128) uint8_t shared[];
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -553,14 +668,19 @@ __global__ void __launch_bounds__(WARPS * 32, 1) paged_attention(const Args p) {
   barrier_init_fence();
   prefix_pages<WARPS>(p, prefix);
   int me = warp * gridDim.x + blockIdx.x;  // few pages: one warp on each multiprocessor first
-  long long total = (long long)prefix[p.batch] * head_tiles(p);
-  int warps = used_warps(p, total);
-  if (me >= warps) return;
-  Walk walk{0, 0, 0, 0, 0, false, total * me / warps, total * (me + 1) / warps};
-  walk.find(p, prefix);
+  int total = prefix[p.batch] * head_tiles(p), warps = used_warps(p, total);
+  auto share = [&](int i) { return i <= warps ? (int)((long long)total * i / max(warps, 1)) : total; };
+  Walk walk{0, 0, 0, 0, 0, 0, share(me), share(me + 1)};
+  if (walk.at < walk.high) walk.find(p, prefix);
   uint8_t* units = shared + warp * UNITS * kUnit;
   Ring<KIND, D, UNITS> ring{p, prefix, units, full, evict_first_policy(), lane, walk, 0, 0, 0};
-  ring.start();
+  ring.enter();
+  bool early = ring.starts_early();
+  if (early) ring.start();
+  grid_wait();
+  async_proxy_fence();
+  if (!early) ring.start();
+  write_empty<D>(p, prefix, me, gridDim.x * WARPS, lane);
   float acc[D / 16][4] = {};
   uint32_t q[D / 8], P[8];
   for (int used = 0; walk.at < walk.high;) {
@@ -614,7 +734,7 @@ __global__ void __launch_bounds__(128) recent_attention(const Args p) {
   int heads = head_tiles(p), b = tile / heads, head = tile % heads;
   if (b >= p.batch) return;
   Span span(p, b);
-  int kv_head = head / ((p.group + 7) / 8), size = p.recent_tokens, ring = p.ring ? p.ring[b] : b;
+  int kv_head = head / ((p.group + 7) / 8), size = p.recent_tokens;
   int first = span.paged % size, last = first + span.end - span.paged;
   float acc[D / 16][4] = {};
   uint32_t q[D / 8];
@@ -622,7 +742,7 @@ __global__ void __launch_bounds__(128) recent_attention(const Args p) {
   Softmax sm{kLow, kLow, 0.0f, 0.0f};
   for (int page = 0; page < size / kPage; page++) {
     int at = page * kPage;
-    size_t unit = ((size_t)(ring * (size / kPage) + page) * p.kv_heads + kv_head) * 2;
+    size_t unit = ((size_t)(b * (size / kPage) + page) * p.kv_heads + kv_head) * 2;
     const uint8_t* k_unit = p.recent + unit * Unit<kBf16, D>::kBytes;
     add_recent<D>(p, k_unit, lane, max(first - at, 0), min(last - at, kPage), q, sm, acc);
     add_recent<D>(p, k_unit, lane, 0, min(last - size - at, kPage), q, sm, acc);
@@ -631,104 +751,26 @@ __global__ void __launch_bounds__(128) recent_attention(const Args p) {
   write_partial<D>(p, (tile + 1) * p.splits - 1, lane, sm, acc, 1.0f);
 }
 
-// Adds up the partial results of the (sequence, head tile)s that have several, in an order that
-// their number alone decides, and gives zeros where there are no tokens. TEAM warps take one head of
-// a tile, each of them every TEAM-th of its partial results.
-template <int D, int TEAM>
-__global__ void __launch_bounds__(kMergeWarps * 32) merge(const Args p) {
-  constexpr int N = D / 32, kAhead = 4;  // dimensions a lane; partial results loaded at once
-  __shared__ float sums[kMergeWarps][D];
-  __shared__ float2 totals[kMergeWarps];
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, heads = head_tiles(p);
-  int each = blockIdx.x * (kMergeWarps / TEAM) + warp / TEAM;  // a head of a tile
-  int tile = each / 8, h = each % 8, b = tile / heads, head = tile % heads;
-  int tiles = (p.group + 7) / 8, row = head % tiles * 8 + h;
-  if (TEAM == kMergeWarps && row >= p.group) return;
-  int splits = split_count(p.split, Span(p, b).pages()), all = splits + (p.recent ? 1 : 0);
-  // Its warp wrote the result, or there is no such head.
-  bool done = (splits == 1 && !p.recent) || row >= p.group;
-  if (TEAM == kMergeWarps && done) return;
-  float m = kLow, l = 0.0f, sum[N] = {};
-  for (int i = done ? all : warp % TEAM; i < all; i += kAhead * TEAM) {
-    float2 ml[kAhead];
-    float o[kAhead][N], top = m;
-#pragma unroll
-    for (int j = 0; j < kAhead; j++) {
-      int at = i + j * TEAM, place = at < splits ? at : p.splits - 1;
-      size_t slot = ((size_t)tile * p.splits + place) * 8 + h;
-      ml[j] = at < all ? p.partial_ml[slot] : make_float2(kLow, 0.0f);
-#pragma unroll
-      for (int n = 0; n < N; n++) o[j][n] = at < all ? p.partial[slot * D + lane * N + n] : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < kAhead; j++) top = fmaxf(top, ml[j].x);
-    float keep = exp2f(m - top);
-    l *= keep;
-#pragma unroll
-    for (int n = 0; n < N; n++) sum[n] *= keep;
-#pragma unroll
-    for (int j = 0; j < kAhead; j++) {
-      float weight = exp2f(ml[j].x - top);
-      l += weight * ml[j].y;
-#pragma unroll
-      for (int n = 0; n < N; n++) sum[n] += weight * o[j][n];
-    }
-    m = top;
-  }
-  size_t of_all = (size_t)(head / tiles) * p.group + row;
-  __nv_bfloat16* out = p.out + ((size_t)b * p.kv_heads * p.group + of_all) * D;
-  float weight;
-  if constexpr (TEAM == 1) {
-    if (done) return;
-    float scale = inverse_total(p, of_all, m, l, weight) * weight;
-#pragma unroll
-    for (int n = 0; n < N; n++) out[lane * N + n] = __float2bfloat16_rn(sum[n] * scale);
-  } else {
-#pragma unroll
-    for (int n = 0; n < N; n++) sums[warp][lane * N + n] = sum[n];
-    if (lane == 0) totals[warp] = make_float2(m, l);
-    __syncthreads();
-    float top = kLow, total = 0.0f, weights[TEAM];
-#pragma unroll
-    for (int w = 0; w < TEAM; w++) top = fmaxf(top, totals[w].x);
-#pragma unroll
-    for (int w = 0; w < TEAM; w++) {
-      weights[w] = exp2f(totals[w].x - top);
-      total += weights[w] * totals[w].y;
-    }
-    float scale = inverse_total(p, of_all, top, total, weight);
-    for (int d = threadIdx.x; d < D; d += TEAM * 32) {
-      float both = 0.0f;
-#pragma unroll
-      for (int w = 0; w < TEAM; w++) both += weights[w] * sums[w][d];
-      out[d] = __float2bfloat16_rn(both * scale * weight);
-    }
-  }
-}
-
+// `rows`: of the new tokens, which are stored and attended to in one call; or null.
 template <int KIND, int D, int WARPS, int UNITS>
-cudaError_t launch(Args args, cudaStream_t stream) {
+cudaError_t launch(const Args& args, const TokenRows* rows, cudaStream_t stream) {
   constexpr int shared = WARPS * (UNITS * (Unit<KIND, D>::kBytes + 8) + kScaleBytes<KIND, D>) +
                          (kMaxBatch + 1) * 4;
   static_assert(shared <= 227 * 1024 - 256 && WARPS * UNITS % 2 == 0, "shared memory");
   auto kernel = paged_attention<KIND, D, WARPS, UNITS>;
   static cudaError_t ready =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  // The same division of memory and cache for both, or the switch costs time.
-  auto carve = [](const void* other) {
-    return cudaFuncSetAttribute(other, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                cudaSharedmemCarveoutMaxShared);
-  };
-  static cudaError_t one = carve((const void*)merge<D, 1>);
-  static cudaError_t team = carve((const void*)merge<D, kMergeWarps>);
   if (ready != cudaSuccess) return ready;
-  if (one != cudaSuccess || team != cudaSuccess) return one != cudaSuccess ? one : team;
-  int blocks = args.warps / WARPS;
-  kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
-  int tiles = args.batch * args.kv_heads * ((args.group + 7) / 8);
+  int blocks = args.warps / WARPS, tiles = args.batch * args.kv_heads * ((args.group + 7) / 8);
+  if (rows) {
+    int heads = rows->heads.tokens * (rows->heads.heads + 2 * rows->heads.kv_heads);
+    token_rows<KIND, D><<<(heads + 3) / 4, 128, 0, stream>>>(*rows);
+    return launch_dependent(kernel, blocks, WARPS * 32, shared, stream, args);
+  }
   if (args.recent) recent_attention<D><<<(tiles + 3) / 4, 128, 0, stream>>>(args);
-  if (args.splits <= 4) merge<D, 1><<<tiles * 8 / kMergeWarps, kMergeWarps * 32, 0, stream>>>(args);
-  else merge<D, kMergeWarps><<<tiles * 8, kMergeWarps * 32, 0, stream>>>(args);
+  cudaError_t cleared = cudaMemsetAsync(args.arrived, 0, tiles * sizeof(int), stream);
+  if (cleared != cudaSuccess) return cleared;
+  kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
   return cudaGetLastError();
 }
 
@@ -738,7 +780,7 @@ cudaError_t launch(Args args, cudaStream_t stream) {
 
 struct Variant {
   int kind, head_size, warps;
-  cudaError_t (*launch)(trace_jax::Args, cudaStream_t);
+  cudaError_t (*launch)(const trace_jax::Args&, const trace_jax::TokenRows*, cudaStream_t);
 };
 
 #define VARIANT(kind, head_size, warps, units) \
@@ -752,29 +794,27 @@ static const Variant kVariants[] = {
     VARIANT(kFp8, 128, 12, 2),
 };
 
-static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages,
-                                 ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
-                                 ffi::Buffer<ffi::BF16> query, ffi::Buffer<ffi::F32> sink,
-                                 ffi::Buffer<ffi::U8> recent, ffi::Buffer<ffi::S32> ring,
-                                 ffi::Result<ffi::Buffer<ffi::BF16>> out,
-                                 ffi::Result<ffi::Buffer<ffi::F32>> partial,
-                                 ffi::Result<ffi::Buffer<ffi::F32>> partial_ml, int64_t variant,
-                                 int64_t kv_heads, int64_t window, int64_t warps, int64_t split,
-                                 int64_t recent_tokens, float scale) {
+using Bytes = ffi::Buffer<ffi::U8>;
+using Ints = ffi::Buffer<ffi::S32>;
+using Floats = ffi::Buffer<ffi::F32>;
+using Rows = ffi::Buffer<ffi::BF16>;
+
+static trace_jax::Args shapes(Ints table, Ints lengths, Rows query, Floats sink,
+                              ffi::Result<Rows> out, ffi::Result<Floats> partial,
+                              ffi::Result<Floats> partial_ml, ffi::Result<Ints> arrived,
+                              int64_t kv_heads, int64_t window, int64_t warps, int64_t split,
+                              float scale) {
   trace_jax::Args args{};
-  args.pages = pages.typed_data();
   args.table = table.typed_data();
   args.lengths = lengths.typed_data();
   args.query = reinterpret_cast<const __nv_bfloat16*>(query.typed_data());
   args.sink = sink.element_count() ? sink.typed_data() : nullptr;
-  args.recent = recent.element_count() ? recent.typed_data() : nullptr;
-  args.ring = ring.element_count() ? ring.typed_data() : nullptr;
   args.partial = partial->typed_data();
   args.partial_ml = reinterpret_cast<float2*>(partial_ml->typed_data());
+  args.arrived = arrived->typed_data();
   args.out = reinterpret_cast<__nv_bfloat16*>(out->typed_data());
   args.batch = static_cast<int>(query.dimensions()[0]);
   args.kv_heads = static_cast<int>(kv_heads);
-  args.recent_tokens = static_cast<int>(recent_tokens);
   args.group = static_cast<int>(query.dimensions()[1] / kv_heads);
   args.max_pages = static_cast<int>(table.dimensions()[1]);
   args.split = static_cast<int>(split);
@@ -782,31 +822,50 @@ static ffi::Error PagedAttention(cudaStream_t stream, ffi::Buffer<ffi::U8> pages
   args.window = static_cast<int>(window);
   args.warps = static_cast<int>(warps);
   args.scale = scale * trace_jax::kLog2e;
+  return args;
+}
+
+static ffi::Error run(const trace_jax::Args& args, const trace_jax::TokenRows* rows,
+                      int64_t variant, cudaStream_t stream) {
   if (variant < 0 || variant >= static_cast<int64_t>(sizeof(kVariants) / sizeof(Variant)))
     return ffi::Error::InvalidArgument("paged_attention: no such variant");
-  int needed = split < 1 ? 0 : trace_jax::split_count(args.split, args.max_pages);
-  if (split < 1 || args.splits != needed + (args.recent ? 1 : 0))
+  int needed = args.split < 1 ? 0 : trace_jax::split_count(args.split, args.max_pages);
+  if (args.split < 1 || args.splits != needed + (args.recent ? 1 : 0))
     return ffi::Error::InvalidArgument("paged_attention: no room for the splits");
   if (args.batch > trace_jax::kMaxBatch)
     return ffi::Error::InvalidArgument("paged_attention: batch above 4096");
-  cudaError_t error = kVariants[variant].launch(args, stream);
+  cudaError_t error = kVariants[variant].launch(args, rows, stream);
   if (error != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(error));
   return ffi::Error::Success();
+}
+
+static ffi::Error PagedAttention(cudaStream_t stream, Bytes pages, Ints table, Ints lengths,
+                                 Rows query, Floats sink, Bytes recent, ffi::Result<Rows> out,
+                                 ffi::Result<Floats> partial, ffi::Result<Floats> partial_ml,
+                                 ffi::Result<Ints> arrived, int64_t variant, int64_t kv_heads,
+                                 int64_t window, int64_t warps, int64_t split,
+                                 int64_t recent_tokens, float scale) {
+  trace_jax::Args args = shapes(table, lengths, query, sink, out, partial, partial_ml, arrived,
+                                kv_heads, window, warps, split, scale);
+  args.pages = pages.typed_data();
+  args.recent = recent.element_count() ? recent.typed_data() : nullptr;
+  args.recent_tokens = static_cast<int>(recent_tokens);
+  return run(args, nullptr, variant, stream);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_paged_attention, PagedAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::BF16>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Bytes>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Rows>()
+                                  .Arg<Floats>()
+                                  .Arg<Bytes>()
+                                  .Ret<Rows>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Ints>()
                                   .Attr<int64_t>("variant")
                                   .Attr<int64_t>("kv_heads")
                                   .Attr<int64_t>("window")
@@ -814,4 +873,73 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_paged_attention, PagedAttention,
                                   .Attr<int64_t>("split")
                                   .Attr<int64_t>("recent_tokens")
                                   .Attr<float>("scale"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error DecodeAttention(cudaStream_t stream, Bytes pages, Ints table, Ints lengths,
+                                  Floats projected, Floats q_weight, Floats k_weight, Floats cos,
+                                  Floats sin, Floats sink, ffi::Result<Bytes> stored,
+                                  ffi::Result<Rows> out, ffi::Result<Rows> query,
+                                  ffi::Result<Floats> partial, ffi::Result<Floats> partial_ml,
+                                  ffi::Result<Ints> arrived, ffi::Result<Bytes> k_bits,
+                                  ffi::Result<Bytes> k_scales, ffi::Result<Bytes> v_bits,
+                                  ffi::Result<Bytes> v_scales, int64_t variant, int64_t kv_heads,
+                                  int64_t window, int64_t warps, int64_t split, float scale,
+                                  float eps) {
+  using namespace trace_jax;
+  if (pages.untyped_data() != stored->untyped_data())
+    return ffi::Error::Internal("decode_attention: the pool and its result are not one buffer");
+  Args args = shapes(table, lengths, *query, sink, out, partial, partial_ml, arrived, kv_heads,
+                     window, warps, split, scale);
+  args.pages = stored->typed_data();
+  auto or_null = [](auto& b) { return b.element_count() ? b.typed_data() : nullptr; };
+  TokenRows rows{};
+  rows.heads = {projected.typed_data(), or_null(q_weight), or_null(k_weight), cos.typed_data(),
+                sin.typed_data(), args.batch, args.kv_heads * args.group, args.kv_heads, eps};
+  AppendArgs& append = rows.append;
+  append.pages = stored->typed_data();
+  append.table = args.table;
+  append.positions = args.lengths;
+  append.behind = 1;
+  append.k = {or_null(*k_bits), or_null(*k_scales)};
+  append.v = {or_null(*v_bits), or_null(*v_scales)};
+  append.batch = args.batch;
+  append.kv_heads = args.kv_heads;
+  append.pool = static_cast<int>(pages.dimensions()[0]);
+  append.max_pages = args.max_pages;
+  append.whole_codes = k_bits->dimensions().back() == query->dimensions().back() / 2;
+  rows.q = reinterpret_cast<__nv_bfloat16*>(query->typed_data());
+  rows.cleared = args.arrived;
+  rows.words = static_cast<int>(arrived->element_count());
+  return run(args, &rows, variant, stream);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(trace_jax_decode_attention, DecodeAttention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<Bytes>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Bytes>()
+                                  .Ret<Rows>()
+                                  .Ret<Rows>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Ints>()
+                                  .Ret<Bytes>()
+                                  .Ret<Bytes>()
+                                  .Ret<Bytes>()
+                                  .Ret<Bytes>()
+                                  .Attr<int64_t>("variant")
+                                  .Attr<int64_t>("kv_heads")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("warps")
+                                  .Attr<int64_t>("split")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("eps"),
                               {ffi::Traits::kCmdBufferCompatible});
