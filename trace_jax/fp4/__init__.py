@@ -37,4 +37,11 @@ from trace_jax.fp4.qtensor import (
     row_axes,
     unscaled,
 )
-from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round, guided_round, round_codes
+from trace_jax.fp4.rounding import (
+    NEAREST,
+    Rounding,
+    fp4_round,
+    guided_round,
+    round_codes,
+    straight_through,
+)

@@ -11,7 +11,7 @@ multiplies FP32 results.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,15 @@ def divide(x: jax.Array, y: jax.Array | float) -> jax.Array:
     ulp off and moves ties; a divisor that depends on x is left alone.
     """
     return x / jnp.where(x == x, y, x)
+
+
+def not_again(x: jax.Array) -> jax.Array:
+    """x, divided by one: a value that XLA computes once, wherever it is read.
+
+    What is cheap it computes again at every place that reads it (a block's scale at every value,
+    a row at every expert it goes to), unless a division ends it.
+    """
+    return divide(x, 1.0)
 
 
 def fp32_source(x: jax.Array, dtype=None) -> jax.Array:
@@ -196,13 +205,21 @@ def pack(codes: jax.Array) -> jax.Array:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def unpack(packed: jax.Array) -> jax.Array:
-    """Bytes [..., m] to codes [..., 2 m], low nibble first."""
-    both = jnp.stack([packed & jnp.uint8(0xF), packed >> 4], axis=-1)
-    return both.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+def unpack(packed: jax.Array, bits: int = 4) -> jax.Array:
+    """Bytes [..., m] to the values of `bits` bits in them [..., m * 8 / bits], low bits first."""
+    if bits == 1:
+        return jnp.unpackbits(packed, axis=-1, bitorder="little")
+    mask = jnp.uint8((1 << bits) - 1)
+    parts = jnp.stack([packed >> shift & mask for shift in range(0, 8, bits)], axis=-1)
+    return parts.reshape(*packed.shape[:-1], -1)
 
 
 # --- block scales ------------------------------------------------------------
+
+
+def scale_of_values(scale_bytes: jax.Array, fmt: Format) -> jax.Array:
+    """FP32 [..., blocks, 1], to stand beside values in blocks."""
+    return not_again(decode_scale(scale_bytes, fmt))[..., None]
 
 
 def decode_scale(scale_bytes: jax.Array, fmt: Format) -> jax.Array:
@@ -288,19 +305,16 @@ def outer_scale(amax: jax.Array, fmt: Format) -> jax.Array:
     return jnp.where(jnp.isfinite(amax), outer, jnp.nan)
 
 
-def block_scales(u: jax.Array, fmt: Format) -> jax.Array:
-    """Scale bytes [..., blocks] of FP32 blocks u [..., blocks, block].
-
-    `u` is already divided by the outer scale.
-    """
-    amax = largest(u)
+def block_scales(top: jax.Array, u: jax.Array, fmt: Format) -> jax.Array:
+    """Scale bytes [..., blocks] of FP32 blocks u [..., blocks, block], already divided by the
+    outer scale; `top`: their largest absolute values."""
     if fmt.scale_type == "e8m0":
-        return _encode_e8m0(amax, fmt.scale_rule)
-    to_six = _encode_e4m3_ratio(amax, E2M1_MAX)
+        return _encode_e8m0(top, fmt.scale_rule)
+    to_six = _encode_e4m3_ratio(top, E2M1_MAX)
     if fmt.scale_rule == "six":
         return to_six
-    to_four = _encode_e4m3(amax / 4.0)
-    unit = decode_scale(to_six, fmt)[..., None]
+    to_four = _encode_e4m3(top / 4.0)
+    unit = scale_of_values(to_six, fmt)
     less = _squared_error(u, to_four, unit, fmt) < _squared_error(u, to_six, unit, fmt)
     return jnp.where(less, to_four, to_six)
 
@@ -311,7 +325,7 @@ def _squared_error(u: jax.Array, scale_bytes: jax.Array, unit: jax.Array, fmt: F
     Integers add up alike in any order and without fused multiply-adds, so that
     near ties fall alike in every program. 16 * 8192**2 fits.
     """
-    scale = decode_scale(scale_bytes, fmt)[..., None]
+    scale = scale_of_values(scale_bytes, fmt)
     error = jnp.abs(decode_e2m1(encode_e2m1(u, scale)) * scale - u)
     ticks = jnp.round(jnp.minimum(divide(error, unit), 2.0) * 4096).astype(jnp.int32)
     return jnp.sum(ticks * ticks, axis=-1)
@@ -336,3 +350,36 @@ def to_blocks(x: jax.Array, fmt: Format) -> jax.Array:
 def from_blocks(blocks: jax.Array, n: int) -> jax.Array:
     """Inverse of `to_blocks`: [..., blocks, block] to [..., n]."""
     return blocks.reshape(*blocks.shape[:-2], -1)[..., :n]
+
+
+class Scaled(NamedTuple):
+    """FP32 values and their scales before any rounding.
+
+    Attributes:
+      x: FP32 [..., blocks, block]. u: the same, divided by the outer scale.
+      amax: FP32, the largest absolute value(s) that share an outer scale, and `outer`, that
+        scale; both [..., 1].
+      top: FP32 [..., blocks], the largest absolute value of each block of u.
+      scale_bytes: uint8 [..., blocks].
+    """
+
+    x: jax.Array
+    u: jax.Array
+    amax: jax.Array
+    outer: jax.Array
+    top: jax.Array
+    scale_bytes: jax.Array
+
+
+def scaled(x: jax.Array, fmt: Format, outer_axes: tuple[int, ...] = (-1,)) -> Scaled:
+    """Scales of FP32 `x` [..., n]; `outer_axes`, the last one among them, share an outer scale.
+
+    The values are read once for all maxima: a correctly rounded division keeps their order, so
+    that the largest quotient is the quotient of the largest.
+    """
+    blocks = to_blocks(x, fmt)
+    top = largest(blocks)
+    amax = largest(top, outer_axes, keepdims=True)
+    outer = outer_scale(amax, fmt)
+    u, top = divide(blocks, outer[..., None]), divide(top, outer)
+    return Scaled(blocks, u, amax, outer, top, block_scales(top, u, fmt))

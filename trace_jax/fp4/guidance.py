@@ -226,14 +226,7 @@ def hints(stored: SiteGuidance, plan: GuidancePlan, width: int) -> jax.Array | N
     """uint8 [..., width]: mantissa bits or codes, unpacked; None with 0 bits."""
     if plan.bits == 0:
         return None
-    if plan.bits == 1:
-        return jnp.unpackbits(stored.bits, axis=-1, bitorder="little")[..., :width]
-    return formats.unpack(stored.bits)[..., :width]
-
-
-def _low_bits(packed: jax.Array, blocks: int) -> jax.Array:
-    four = jnp.stack([packed >> shift & jnp.uint8(3) for shift in (0, 2, 4, 6)], axis=-1)
-    return four.reshape(*packed.shape[:-1], -1)[..., :blocks]
+    return formats.unpack(stored.bits, plan.bits)[..., :width]
 
 
 def _pad_to(x, multiple):
@@ -274,27 +267,24 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     Without a guide: nearest, own scales. With one: the rollout's scales and bits
     where `guide.obey`. The value is straight-through differentiable.
     """
-    source = x.astype(jnp.bfloat16)
+    source, width = x.astype(jnp.bfloat16), x.shape[-1]
     x = jax.lax.stop_gradient(formats.fp32_source(x, jnp.bfloat16))
-    amax = formats.largest(x, keepdims=True)
-    outer = formats.outer_scale(amax, fmt)
-    u = formats.to_blocks(formats.divide(x, outer), fmt)
-    scale_bytes = formats.block_scales(u, fmt)
+    own = formats.scaled(x, fmt)
+    u, scale_bytes, outer = own.u, own.scale_bytes, own.outer
     spec, hint, guard, obey = NEAREST, None, None, None
     if guide is not None:
         obey = guide.obey[..., None]
-        received, received_outer = _received(guide, scale_bytes, u, outer, amax, fmt)
+        received, received_outer = _received(guide, own, fmt)
         scale_bytes = jnp.where(obey, received, scale_bytes)
         outer = jnp.where(obey, received_outer, outer)
-        u = formats.to_blocks(formats.divide(x, outer), fmt)
+        u = formats.divide(own.x, outer[..., None])
         spec = Rounding(guide.plan.mode)
-        hint = hints(guide.stored, guide.plan, x.shape[-1])
+        hint = hints(guide.stored, guide.plan, width)
         hint = None if hint is None else formats.to_blocks(hint, fmt)
         guard = None if guide.guard is None else guide.guard[..., None, None]
         obey = obey[..., None]
-    scale = formats.decode_scale(scale_bytes, fmt)[..., None]
+    scale = formats.scale_of_values(scale_bytes, fmt)
     value, codes = fp4_round(spec, u, scale, hint, guard, obey)
-    width = x.shape[-1]
     value = (formats.from_blocks(value, width) * outer).astype(jnp.bfloat16)
     if fmt.residual:
         value = _with_residual(x, value, fmt)
@@ -318,25 +308,21 @@ def _with_residual(x: jax.Array, value: jax.Array, fmt: Format) -> jax.Array:
     return (value.astype(jnp.float32) + second.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def _received(guide: Guide, own, u, outer, amax, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """The rollout's scale bytes and outer scale, as far as what was sent tells them.
-
-    Args:
-      own, u, outer, amax: the trainer's scale bytes, blocks, outer scale and row maximum.
-    """
-    pow2 = fmt.outer == "pow2"
+def _received(guide: Guide, own: formats.Scaled, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """The rollout's scale bytes and outer scale, as far as what was sent tells them."""
+    pow2, outer = fmt.outer == "pow2", own.outer
     if guide.plan.scale_bits == 8:
         received = guide.stored.scales
-        return received, _received_outer(received, amax, fmt) if pow2 else outer
+        return received, _received_outer(received, own.amax, fmt) if pow2 else outer
     if fmt.scale_rule == "four_over_six":
         raise ValueError(
             "guidance plan: 2 bits cannot tell the two scales of 4-over-6 apart; write scale_bits=8"
         )
-    low = _low_bits(guide.stored.scales, own.shape[-1]).astype(jnp.int32)
-    mine = own.astype(jnp.int32)
+    low = formats.unpack(guide.stored.scales, 2)[..., : own.scale_bytes.shape[-1]].astype(jnp.int32)
+    mine = own.scale_bytes.astype(jnp.int32)
     up = (low - mine) % 4
     # Two up is two down; the side on which the own byte was rounded decides.
-    above = formats.largest(u) > formats.E2M1_MAX * formats.decode_scale(own, fmt)
+    above = own.top > formats.E2M1_MAX * formats.decode_scale(own.scale_bytes, fmt)
     nearest = mine + jnp.where((up > 2) | ((up == 2) & ~above), up - 4, up)
     if pow2:
         # Beyond the last byte the rollout was on the next outer scale, which is 8 bytes.

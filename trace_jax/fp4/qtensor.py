@@ -59,14 +59,9 @@ def row_axes(x: jax.Array) -> tuple[int, ...]:
     return (x.ndim - 1,)
 
 
-def _scaled(x, fmt: Format, outer_axes: Sequence[int] | None):
-    """u = x / outer in FP32 blocks, scale bytes, outer scale."""
-    x = formats.fp32_source(x)
+def _scaled(x, fmt: Format, outer_axes: Sequence[int] | None) -> formats.Scaled:
     axes = tuple(range(x.ndim)) if outer_axes is None else tuple(outer_axes)
-    amax = formats.largest(jax.lax.stop_gradient(x), axes, keepdims=True)
-    outer = jax.lax.stop_gradient(formats.outer_scale(amax, fmt))
-    u = formats.to_blocks(formats.divide(x, outer), fmt)
-    return u, jax.lax.stop_gradient(formats.block_scales(u, fmt)), outer
+    return formats.scaled(formats.fp32_source(x), fmt, axes)
 
 
 def quantize(
@@ -91,13 +86,12 @@ def quantize(
     """
     _check(x)
     moved = jnp.moveaxis(x, axis, -1)
-    u, scale_bytes, outer = _scaled(moved, format, outer_axes)
-    scale = formats.decode_scale(scale_bytes, format)[..., None]
-    codes = formats.encode_e2m1(u, scale)
+    s = _scaled(moved, format, outer_axes)
+    codes = formats.encode_e2m1(s.u, formats.scale_of_values(s.scale_bytes, format))
     return QTensor(
         packed=formats.pack(codes.reshape(*codes.shape[:-2], -1)),
-        block_scale=scale_bytes,
-        outer=outer,
+        block_scale=s.scale_bytes,
+        outer=s.outer,
         format=format,
         axis=axis if axis < 0 else axis - x.ndim,
         length=moved.shape[-1],
@@ -108,10 +102,8 @@ def quantize(
 def unscaled(q: QTensor, dtype=jnp.bfloat16) -> jax.Array:
     """code x block scale, without the outer scale; exact in BF16. Quantized axis last."""
     codes = formats.to_blocks(formats.unpack(q.packed), q.format)
-    scale = formats.decode_scale(q.block_scale, q.format)
-    return formats.from_blocks(formats.decode_e2m1(codes) * scale[..., None], q.length).astype(
-        dtype
-    )
+    values = formats.decode_e2m1(codes) * formats.scale_of_values(q.block_scale, q.format)
+    return formats.from_blocks(values, q.length).astype(dtype)
 
 
 def dequantize(q: QTensor, dtype=None) -> jax.Array:
@@ -143,9 +135,21 @@ def fake_quant_unscaled(
     The trainer's form of `unscaled(quantize(x)), outer`: straight-through, so
     that d(value * outer)/dx = 1.
     """
-    u, scale_bytes, outer = _scaled(x, format, outer_axes)
-    value, _ = fp4_round(NEAREST, u, formats.decode_scale(scale_bytes, format)[..., None])
-    return formats.from_blocks(value, x.shape[-1]), outer
+    s = _scaled(jax.lax.stop_gradient(x), format, outer_axes)
+    value, _ = fp4_round(NEAREST, s.u, formats.scale_of_values(s.scale_bytes, format))
+    return _unscaled_through(x, formats.from_blocks(value, x.shape[-1]), s.outer), s.outer
+
+
+@jax.custom_vjp
+def _unscaled_through(x: jax.Array, value: jax.Array, outer: jax.Array) -> jax.Array:
+    """FP32 `value`; the gradient goes to `x` (of its shape), divided by `outer`."""
+    return value
+
+
+_unscaled_through.defvjp(
+    lambda x, value, outer: (value, (outer, jnp.zeros(0, x.dtype))),
+    lambda kept, g: (formats.divide(g, kept[0]).astype(kept[1].dtype), None, None),
+)
 
 
 def _check(x) -> None:

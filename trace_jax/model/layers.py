@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, formats, unscaled
+from trace_jax.fp4 import Format, QTensor, fake_quant_unscaled, formats, straight_through, unscaled
+from trace_jax.kernels.dispatch import platform
 from trace_jax.model.config_parts import Llama3Rope, Yarn
 
 Dtype = jnp.bfloat16  # of activations and of weights in use, by default; masters are FP32
@@ -63,9 +64,11 @@ def made_once(x: jax.Array) -> jax.Array:
     """x, for what gathers from it: a value that is made and stored before it is read.
 
     XLA would else make it again at each place that a row is gathered to, which for experts'
-    weights is each tile of tokens. (On GPU and TPU; XLA:CPU forgets it before it fuses.) Not for
-    what is stored already: of a rollout's weights only the tiles in use are to be read.
+    weights is each tile of tokens. Not for what is stored already: of a rollout's weights only
+    the tiles in use are to be read.
     """
+    if platform() == "cpu":  # where XLA forgets barriers before it fuses, but not a branch
+        return straight_through(x, jax.lax.cond(x.ravel()[0] == 0, jnp.array, jnp.array, x))
     return jax.lax.optimization_barrier(x)
 
 
