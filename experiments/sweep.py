@@ -36,7 +36,7 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "A study's sweep.py.")
 JOBS = flags.DEFINE_integer("jobs", 1, "Runs at a time on each device.", lower_bound=1)
 WORKDIR = flags.DEFINE_string("workdir", "runs/sweeps", "Folder of the runs.")
 OUT = flags.DEFINE_string("out", None, "Folder of the results; that of --config by default.")
-ONLY = flags.DEFINE_list("only", [], "Labels to run; all by default.")
+ONLY = flags.DEFINE_multi_string("only", [], "Label to run, once for each; all by default.")
 
 COMMAND = (sys.executable, "-m", "experiments.train")
 

@@ -42,7 +42,7 @@ LENGTH = flags.DEFINE_integer("response", 128, "Tokens a response of a checkpoin
 NOISE = flags.DEFINE_list("noise", ["0.002"], "Relative noise levels.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Rollouts a noise level.", lower_bound=1)
 JOBS = flags.DEFINE_integer("jobs", 1, "Programs compiled at a time.", lower_bound=1)
-ONLY = flags.DEFINE_list("only", [], "Cases; all by default.")
+ONLY = flags.DEFINE_multi_string("only", [], "Case, once for each; all by default.")
 OUT = flags.DEFINE_string("out", "experiments/cached_depth/coverage.jsonl", "Result file.")
 
 PAPER, EXPERT, KV = ("expert_in", "k", "v"), ("expert_in", "expert_mid"), ("k", "v")
