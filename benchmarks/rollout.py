@@ -31,9 +31,11 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from benchmarks.gpu_profile import by_kind, kernel_times
-from trace_jax import fp4, model, sync
+from benchmarks.rollout_mix import run_mix
+from benchmarks.rollout_model import COMPACT, precision_of, random_params
+from benchmarks.rollout_refit import refit
+from trace_jax import fp4
 from trace_jax.config import freeze
-from trace_jax.fp4 import BF16_POLICY, GuidancePlan, PrecisionPolicy, Rule
 from trace_jax.kernels import cuda_build, dispatch, kv_pages
 from trace_jax.kernels.kv_pages import KVPages
 from trace_jax.model.pools import Stored
@@ -76,8 +78,6 @@ CASES = (
     "nvfp4:256:2048:batch 256",
 )
 FASTEST_MS = {"50 tokens/s a sequence": 20.0}  # a step of these regimes may take no longer
-COMPACT = GuidancePlan(layers="all", sites=("expert_in", "k", "v"))
-NVFP4 = PrecisionPolicy((Rule("*", "nvfp4"),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,36 +97,6 @@ class Case:
     @property
     def format(self) -> str:
         return self.precision.split("+")[0]
-
-
-# --- the model, random ------------------------------------------------------------------
-
-
-def random_params(config, format_: str) -> dict:
-    """Rollout parameters in the kernels' layout, made layer by layer on the device."""
-    precision = precision_of(format_, 1)
-
-    @partial(jax.jit, static_argnums=0)
-    def draw(kind, key):
-        drawn = model.init(one_layer(config, kind), key)
-        return sync.by_layer(sync.to_rollout(drawn, precision), kernels=True)
-
-    keys = jax.random.split(jax.random.key(0), config.num_layers)
-    first, *rest = zip(config.layer_kinds, keys, strict=True)
-    params = draw(*first)
-    layers = [params["layers"][0]] + [draw(*layer)["layers"][0] for layer in rest]
-    return {**params, "layers": tuple(layers)}
-
-
-def one_layer(config, kind):
-    """The model with one layer alone, of a kind."""
-    every = 2 if kind.linear else 1
-    windows = config.windows[:1]
-    return dataclasses.replace(config, num_layers=1, windows=windows, full_attention_every=every)
-
-
-def precision_of(format_: str, layers: int):
-    return (BF16_POLICY if format_ == "bf16" else NVFP4).resolve(layers)
 
 
 def fill(stored: Stored) -> Stored:
@@ -244,7 +214,7 @@ def timed(engine: ContinuousEngine, steps: int) -> tuple[list[float], dict]:
 KINDS = (
     ("experts", r"expert|route"),
     ("attention", r"paged|attention|merge"),
-    ("kv append", r"append|kv_"),
+    ("kv append", r"append|kv_|token_rows"),
     ("dense products", r"gemm|nvjet|cutlass|cublas|splitK|sm90_xmma"),
 )
 
@@ -287,9 +257,7 @@ def run_case(case: Case, config, params, compiled, copy: float) -> dict:
     times, parts = timed(engine, FLAGS.steps)
     ms = float(np.median(times))
     row = {
-        "model": _model_name(),
-        "commit": FLAGS.commit,
-        "layers": config.num_layers,
+        **_whose(config),
         "precision": case.precision,
         "batch": case.batch,
         "context": case.context,
@@ -308,61 +276,13 @@ def run_case(case: Case, config, params, compiled, copy: float) -> dict:
     return row
 
 
-# --- requests that come and go ---
-
-
-def run_mix(text: str, config) -> dict:
-    """Tokens a second of whole requests: random prompts, log-normal response lengths."""
-    precision, *numbers = text.split(":")
-    slots, requests, prompt = map(int, numbers)
-    rng = np.random.default_rng(0)
-    lengths = np.clip(np.exp(rng.normal(5.0, 1.0, requests)), 8, 2048).astype(int)
-    length = prompt + int(lengths.max())
-    pages_each = -(-length // kv_pages.PAGE)
-    cache = CacheConfig(
-        slots=slots, pages=slots * pages_each + 1, length=length, steps=16, chunk=512,
-        prefill_rows=4, kernels=True,
-    )  # fmt: skip
-    plan = COMPACT if "guidance" in precision else fp4.NO_GUIDANCE
-    format_ = precision.split("+")[0]
-    formats_ = precision_of(format_, config.num_layers)
-    engine = ContinuousEngine(
-        ProgramConfig(config, formats_, cache, eos_ids=(), plan=plan), requests, record_on="host"
-    )
-    engine.load(random_params(config, format_))
-    keys = jax.random.split(jax.random.key(2), requests)
-
-    def submit(rows):
-        for row in rows:
-            tokens = rng.integers(1, config.vocab_size, prompt)
-            engine.submit(row, tokens, keys[row], int(lengths[row]))
-
-    submit([int(np.argmin(lengths))])  # compiles
-    while not engine.scheduler.idle:
-        engine.step()
-    engine.counts = type(engine.counts)()
-    start = time.perf_counter()
-    submit(range(requests))
-    while not engine.scheduler.idle:
-        engine.step()
-    seconds = time.perf_counter() - start
-    counts = engine.counts
-    steps = counts.dispatches * cache.steps
-    row = {
-        "model": _model_name(), "commit": FLAGS.commit,
-        "layers": config.num_layers, "precision": precision,
-        "batch": slots, "context": prompt, "regime": f"{requests} requests, long-tailed",
-        "tokens_per_s": round(counts.drawn / seconds, 1), "seconds": round(seconds, 3),
-        "slots_busy": round(1 - counts.idle_steps / (steps * slots), 4),
-        "longest_share": round(float(lengths.mean() / lengths.max()), 4),
-        "counts": dataclasses.asdict(counts), "compilations": engine.compilations(),
-    }  # fmt: skip
-    print(row, flush=True)
-    return row
-
-
 def _model_name() -> str:
     return pathlib.Path(config_flags.get_config_filename(FLAGS["config"])).stem
+
+
+def _whose(config) -> dict:
+    """What every row begins with."""
+    return {"model": _model_name(), "commit": FLAGS.commit, "layers": config.num_layers}
 
 
 # --- all of them ------------------------------------------------------------------------
@@ -391,7 +311,8 @@ def main(_):
     if FLAGS.mix:
         path = pathlib.Path(FLAGS.out)
         have = json.loads(path.read_text()) if path.exists() else {"rows": []}
-        have["rows"].append(run_mix(FLAGS.mix, config))
+        have["rows"].append({**_whose(config), **run_mix(FLAGS.mix, config)})
+        print(have["rows"][-1], flush=True)
         path.write_text(json.dumps(have, indent=1) + "\n")
         return
     copy = copy_bandwidth()
@@ -417,7 +338,8 @@ def main(_):
         del params
         gc.collect()
     if not FLAGS.cases:
-        rows.append(refit(config))
+        rows.append({**_whose(config), **refit(config)})
+        print(rows[-1], flush=True)
         write(copy, rows, skipped)
 
 
@@ -435,38 +357,6 @@ def compare(rows: list[dict]) -> None:
         ]
         if twins and in_time(row):
             row["ratio_to_bf16"] = round(row["tokens_per_s"] / max(twins), 3)
-
-
-def refit(config) -> dict:
-    """Seconds from BF16 parameters of every layer to the rollout's, on the device."""
-    bf16 = lambda a: a.astype(jnp.bfloat16)
-
-    @partial(jax.jit, static_argnums=0)
-    def draw(kind, key):
-        return jax.tree.map(bf16, model.init(one_layer(config, kind), key)["layers"])
-
-    keys = jax.random.split(jax.random.key(0), config.num_layers)
-    layers = [draw(kind, key) for kind, key in zip(config.layer_kinds, keys, strict=True)]
-    precision = precision_of("nvfp4", 1)
-
-    @jax.jit
-    def renew(stacks):
-        return sync.by_layer(sync.to_rollout({"layers": stacks}, precision), kernels=True)
-
-    jax.block_until_ready([renew(stacks) for stacks in layers])
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready([renew(stacks) for stacks in layers])
-        times.append(time.perf_counter() - start)
-    row = {
-        "model": _model_name(), "commit": FLAGS.commit,
-        "layers": config.num_layers, "precision": "nvfp4",
-        "batch": None, "context": None, "regime": "refit, layer by layer",
-        "seconds": round(float(np.median(times)), 4), "seconds_all": [round(t, 4) for t in times],
-    }  # fmt: skip
-    print(row, flush=True)
-    return row
 
 
 def write(copy: float, rows: list[dict], skipped: dict) -> None:
