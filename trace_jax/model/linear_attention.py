@@ -35,16 +35,17 @@ class LinearAttention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, positions, valid, cache=None):
+    def __call__(self, x, positions, valid, cache=None, resumed=False):
         """x [B, S, hidden]; tokens that are not `valid` bool [B, S] leave no trace.
 
-        Without a cache, and where valid `positions` begin at 0, the state starts empty.
+        Without a cache, and where valid `positions` begin at 0, the state starts empty; not so
+        if it is `resumed`.
         """
         delta = self.config.delta
         heads = delta.value_heads
         linear = partial(Linear, dtype=x.dtype)
         per_head = lambda name: self.param(name, nn.initializers.zeros, (heads,), jnp.float32)
-        state = self._before(positions, valid, cache)
+        state = cache if resumed else self._before(positions, valid, cache)
 
         mixed = linear(delta.channels, name="qkv")(x)
         gate = linear(heads * delta.value_dim, name="gate")(x).astype(jnp.float32)

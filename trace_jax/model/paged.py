@@ -27,10 +27,14 @@ class Pages:
     Attributes:
       table: int32 [B, pages a sequence]; entries past what a sequence has are valid ids.
       valid: bool [B, S]; other tokens are not stored.
+      resumed: states of linear attention stand for the tokens before these, whatever their
+        positions. Else they count as empty before position 0, and looking that up costs a pass
+        over all of them.
     """
 
     table: jax.Array
     valid: jax.Array
+    resumed: bool = struct.field(pytree_node=False, default=False)
 
     def step(self, q, k, v, stored: Stored, positions, sites: Sites, window, sinks):
         """Stores the new keys and values and attends to all that a sequence has.

@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
             layer = LinearAttention(self.config, name="linear_attention")
             if pages is None:
                 return layer(h, positions, valid, cache)
-            y, state = layer(h, positions, valid, cache.state)
+            y, state = layer(h, positions, valid, cache.state, pages.resumed)
             return y, cache._replace(state=state)
         if self.config.latent.kv_rank:
             layer = LatentAttention(self.config, name="attention")
@@ -235,7 +235,8 @@ def apply(
       valid: bool [B, S]; padding is False and counts in no statistic.
       cache: from `empty_cache`, or None (training). Its entries must be those of
         `numerics`' precision. Linear attention goes on from its state, wherever
-        `positions` are, unless they begin at 0; `valid` tokens must come first.
+        `positions` are, unless they begin at 0 (see Pages.resumed); `valid` tokens must come
+        first.
       pages: the cache is one pools.Stored a layer, and this says where tokens stand in its
         pages.
       guidance: needed if `numerics` guides. Obeyed where `recorded`.

@@ -133,7 +133,7 @@ def decode(cfg: ProgramConfig, params, pools, slots: Slots, noise_key=None):
             positions=jnp.where(active, position, 0)[:, None],
             valid=valid,
             cache=pools,
-            pages=Pages(slots.table, valid),
+            pages=Pages(slots.table, valid, resumed=True),
             noise_key=None if noise_key is None else jax.random.fold_in(noise_key, j),
             noise=cfg.noise,
         )
@@ -149,6 +149,12 @@ def decode(cfg: ProgramConfig, params, pools, slots: Slots, noise_key=None):
         return (out.cache, token, position + 1, active & ~ended), left
 
     known = slots.known.T
+    # Once a dispatch: what a slot held of another is no part of a sequence that begins here.
+    begins = (slots.position == 0) & (slots.count > 0)
+    pools = tuple(
+        stored._replace(state=states.cleared(stored.state, begins)) if kind.linear else stored
+        for stored, kind in zip(pools, cfg.model.layer_kinds, strict=True)
+    )
     start = (pools, known[0], slots.position, slots.count > 0)
     (pools, *_), left = jax.lax.scan(step, start, jnp.arange(cfg.cache.steps))
     return pools, left

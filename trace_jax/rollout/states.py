@@ -18,6 +18,11 @@ def read(states, rows: jax.Array, count: int):
     return jax.tree.map(one, states)
 
 
+def cleared(states, where: jax.Array):
+    """`states` of sequences with an entry each, empty `where` bool [count] says so."""
+    return jax.tree.map(lambda a: jnp.where(where.reshape(-1, *(1,) * (a.ndim - 1)), 0, a), states)
+
+
 def write(states, rows: jax.Array, new, count: int):
     """`states` with those of sequences int32 [n] replaced by `new`; beyond the end: dropped."""
 
