@@ -9,6 +9,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import triton_helpers
 from kernel_helpers import decode, relative_error
@@ -23,16 +24,20 @@ from trace_jax.kernels.bits import codes_of
 from trace_jax.kernels.kv_recent import append_recent, new_recent
 
 
-def unpack(words):
+def unpack(words, scales):
     """`fp4_triton.unpack` by the codec's table of codes: see bits.codes_of."""
-    data = words.handle.data
-    codes = np.asarray(codes_of(jnp.asarray(np.ascontiguousarray(data).view(np.uint32))))
+    data = np.ascontiguousarray(words.handle.data)
+    scales = np.broadcast_to(scales.handle.data, data.shape).astype(np.uint32)
+    codes = np.asarray(codes_of(jnp.asarray(data.view(np.uint32))))
     raw = (codes & 8).astype(np.uint16) << 12 | (codes & 7).astype(np.uint16) << 6
-    both = []
-    for half in (raw[..., :4], raw[..., 4:]):
-        handle = type(words.handle)(half.reshape(data.shape), tl.bfloat16)
-        both.append(tl.tensor(handle, tl.block_type(tl.bfloat16, list(data.shape))))
-    return tuple(both)
+    scale = (scales & 0xFFFF).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    values = raw.view(ml_dtypes.bfloat16).astype(np.float32) * scale[..., None]
+    bits = values.astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    pairs = (bits[..., ::2] | bits[..., 1::2] << 16).view(np.int32)
+    kind = tl.block_type(tl.int32, list(data.shape))
+    return tuple(
+        tl.tensor(type(words.handle)(pairs[..., i].copy(), tl.int32), kind) for i in range(4)
+    )
 
 
 def normal(seed, *shape):

@@ -14,6 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import triton_helpers
@@ -142,17 +143,33 @@ def test_unpacking_assembly_gives_the_codes():
     from trace_jax.kernels import fp4_triton
 
     words = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint32)
-    value = {"$4": words}
-    do = {"and": np.bitwise_and, "or": np.bitwise_or, "shl": np.left_shift, "shr": np.right_shift}
-    for line in re.findall(r"(\w+)\.b32 (.*);", fp4_triton.UNPACK.replace(".u32", ".b32")):
+    scales = np.random.default_rng(1).integers(0, 127, 4096, np.uint32)
+    scales = ((scales << 4) + (234 << 7)) * np.uint32(0x10001)
+    value = {"$4": words, "$5": scales}
+    do = {"and": np.bitwise_and, "or": np.bitwise_or, "shl": np.left_shift, "shr": np.right_shift,
+          "mov": lambda a: np.full_like(words, a), "fma": fma}  # fmt: skip
+    for line in re.findall(r"(\w+)\.(?:b32|u32|rn\.bf16x2) (.*);", fp4_triton.UNPACK):
         if line[0] != "reg":
             target, *operands = line[1].split(", ")
-            a, b = (value[o] if o in value else np.uint32(int(o, 0)) for o in operands)
-            value[target] = do[line[0]](a, b)
+            value[target] = do[line[0]](
+                *(value[o] if o in value else np.uint32(int(o, 0)) for o in operands)
+            )
     got = np.stack([value[f"${i}"] for i in range(4)], axis=-1)
-    code = codes_of(jnp.asarray(words)).astype(jnp.uint32)
+    code = np.asarray(codes_of(jnp.asarray(words))).astype(np.uint32)
     bits = (code & 8) << 12 | (code & 7) << 6  # the BF16 of a code, times 2^-126
-    np.testing.assert_array_equal(got, np.asarray(bits[:, ::2] | bits[:, 1::2] << 16))
+    minus = np.uint32(0x80008000)
+    want = fma(bits[:, ::2] | bits[:, 1::2] << 16, scales[:, None], minus)
+    np.testing.assert_array_equal(got, want)
+
+
+def fma(a, b, c):
+    """fma.rn.bf16x2: pairs of BF16 in words."""
+    a, b, c = (
+        np.stack([w & 0xFFFF, w >> 16], -1).astype(np.uint16).view(ml_dtypes.bfloat16)
+        .astype(np.float64) for w in (a, b, c)
+    )  # fmt: skip
+    out = (a * b + c).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+    return out[..., 0] | out[..., 1] << 16
 
 
 @pytest.mark.parametrize("name", ("quantize", "gate_up", "append_nvfp4_128", "attention_bf16_64"))

@@ -1,4 +1,9 @@
-"""Which version of an op runs: "auto" picks by platform and says so once; a name is obeyed."""
+"""Which version of an op runs: "auto" picks by platform and says so once; a name is obeyed.
+
+On NVIDIA GPUs that are no Hopper the large ops (routed products, paged attention, append,
+quantizer) run in Triton. Routing, top-k, norms with rotation, residuals with norms, and fake
+quantization have no Triton version: plain XLA, their reference, serves there.
+"""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -22,9 +22,9 @@ def _weights(data, scales, n, k0, K: tl.constexpr, BN: tl.constexpr, BK: tl.cons
              FP4: tl.constexpr):  # fmt: skip
     """BF16 [BN, BK] of rows n from k0 on; FP4 ones / 512."""
     if FP4:
-        half = k0 // 2 + tl.arange(0, BK // 2)
+        word = k0 // 8 + tl.arange(0, BK // 8)
         group = k0 // 16 + tl.arange(0, BK // 16)
-        words = tl.load(data + n[:, None] * (K // 2) + half[None, :])
+        words = tl.load(data.to(tl.pointer_type(tl.int32)) + n[:, None] * (K // 8) + word[None, :])
         e5m3 = tl.load(scales + n[:, None] * (K // 16) + group[None, :])
         return fp4_triton.operand(words, e5m3, BN, BK)
     k = k0 + tl.arange(0, BK)

@@ -10,14 +10,19 @@ import triton.language as tl
 
 LIFT = tl.constexpr(512.0)  # 2^9: what operands lack
 
-# A word to four pairs of BF16: three shifted masks, and the pair in the bits that they leave.
+# A word ($4) to four pairs of BF16 (three shifted masks, and the pair in the bits that they leave),
+# each times a pair of scales ($5). Ampere has no mul.bf16x2; adding -0 changes nothing.
 UNPACK = """{
-    .reg .b32 t, u, v;
-    and.b32 $0, $4, 0x81c081c0;
+    .reg .b32 t, u, v, z;
+    mov.b32 z, 0x80008000;
+    and.b32 t, $4, 0x81c081c0;
+    fma.rn.bf16x2 $0, t, $5, z;
     shl.b32 t, $4, 3;
-    and.b32 $1, t, 0x81c081c0;
+    and.b32 t, t, 0x81c081c0;
+    fma.rn.bf16x2 $1, t, $5, z;
     shl.b32 t, $4, 6;
-    and.b32 $2, t, 0x81c081c0;
+    and.b32 t, t, 0x81c081c0;
+    fma.rn.bf16x2 $2, t, $5, z;
     shl.b32 t, $4, 1;
     shr.b32 u, $4, 5;
     shr.b32 v, $4, 4;
@@ -25,38 +30,50 @@ UNPACK = """{
     and.b32 u, u, 0x01000100;
     and.b32 v, v, 0x00c000c0;
     or.b32 t, t, u;
-    or.b32 $3, t, v;
+    or.b32 t, t, v;
+    fma.rn.bf16x2 $3, t, $5, z;
 }"""
 _UNPACK = tl.constexpr(UNPACK)
 
 
 @triton.jit
-def unpack(words):
-    """Bytes of words uint8 [.., 4 n] to raw BF16 [.., 4 n]: values 0 to 3 of each, and 4 to 7."""
+def unpack(words, scales):
+    """Words int32 and their pairs of scales to four pairs of BF16, int32 each.
+
+    Whole words, because which bytes of a narrower type share a call is Triton's to choose.
+    """
+    kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
     return tl.inline_asm_elementwise(
-        _UNPACK, "=r,=r,=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        _UNPACK, "=&r,=&r,=&r,=&r,r,r", [words, scales], kinds, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def scale_operand(e5m3):
-    """E5M3 bytes to BF16 scales times 2^117."""
-    return ((e5m3.to(tl.uint16) << 4) + ((127 - 10 + 117) << 7)).to(tl.bfloat16, bitcast=True)
+def scale_pair(e5m3):
+    """E5M3 bytes to int32: twice the BF16 scale times 2^117."""
+    return ((e5m3.to(tl.int32) << 4) + ((127 - 10 + 117) << 7)) * 0x10001
+
+
+@triton.jit
+def _halves(pair):
+    """Pairs int32 [..] to BF16 [.., 2]."""
+    low = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
 
 
 @triton.jit
 def operand(words, e5m3, ROWS: tl.constexpr, K: tl.constexpr):
-    """Words uint8 [ROWS, K/2] and scales uint8 [ROWS, K/16] to BF16 [ROWS, K] / 512.
+    """Words int32 [ROWS, K/8] and scales uint8 [ROWS, K/16] to BF16 [ROWS, K] / 512.
 
     Columns are in the order of `permuted`: what a lane of the tensor cores reads of 64 values
     is 16 neighbours, which have one scale.
     """
-    scale = scale_operand(e5m3)[:, :, None]
-    low, high = unpack(words)
-    low = tl.reshape(low, (ROWS, K // 16, 8)) * scale
-    high = tl.reshape(high, (ROWS, K // 16, 8)) * scale
-    both = tl.reshape(tl.join(low, high), (ROWS, K // 64, 4, 2, 2, 2, 2))  # t, word, a, h, b
-    return tl.reshape(tl.permute(both, (0, 1, 3, 6, 4, 2, 5)), (ROWS, K))
+    words = tl.reshape(words, (ROWS, K // 16, 2))
+    a, b, c, d = unpack(words, scale_pair(e5m3)[:, :, None])
+    both = tl.join(tl.join(_halves(a), _halves(b)), tl.join(_halves(c), _halves(d)))
+    both = tl.reshape(both, (ROWS, K // 64, 4, 2, 2, 2, 2))  # t, word, h, a, b
+    return tl.reshape(tl.permute(both, (0, 1, 3, 6, 5, 2, 4)), (ROWS, K))
 
 
 def permuted(x):

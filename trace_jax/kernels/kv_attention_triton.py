@@ -35,7 +35,8 @@ def _unit(unit, D: tl.constexpr, KIND: tl.constexpr):
         exponent = tl.load(unit + _TOKENS * D + token)
         lift = tl.full((1, 1), 2.0**120, tl.float32).to(tl.bfloat16)
         return raw * lift, fp4_triton.power(exponent.to(tl.int32))
-    words = tl.load(unit + row * (D // 2) + tl.arange(0, D // 2)[None, :])
+    words = unit.to(tl.pointer_type(tl.int32)) + row * (D // 8) + tl.arange(0, D // 8)[None, :]
+    words = tl.load(words)
     unit += _TOKENS * (D // 2)
     e5m3 = tl.load(unit + row * (D // 16) + tl.arange(0, D // 16)[None, :])
     exponent = tl.load(unit + _TOKENS * (D // 16) + token).to(tl.int32)
