@@ -8,6 +8,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 ON_GPU = pytest.mark.gpu
 TRITON = pytest.param("triton", marks=ON_GPU)
+PREFILL = pytest.param("prefill", marks=ON_GPU)
 
 
 def versions(*others):

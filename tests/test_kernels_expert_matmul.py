@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import TRITON, decode, layout_of, poison, relative_error, versions
+from kernel_helpers import PREFILL, TRITON, decode, layout_of, poison, relative_error, versions
 
 from trace_jax.fp4 import MXFP4, NVFP4, QTensor, quantize, unscaled
 from trace_jax.kernels import expert_matmul as em
@@ -60,7 +60,7 @@ def test_route_orders_slots_by_expert(version, load):
     np.testing.assert_array_equal(routing.offset, np.cumsum([0, *load, 0]))
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 @pytest.mark.parametrize("quantized", (True, False), ids=("nvfp4", "bf16"))
 @pytest.mark.parametrize("k", (48, 768, 2048))
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
@@ -81,7 +81,7 @@ def test_plain_product(version, quantized, k, load):
         assert relative_error(got, row) < bound
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 @pytest.mark.parametrize("activation", ("silu", "clamped_swiglu"))
 @pytest.mark.parametrize("quantized", (True, False), ids=("nvfp4", "bf16"))
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
@@ -122,7 +122,7 @@ def test_clamped_form_keeps_low_gates():
     np.testing.assert_allclose(got, [-41.9997, -10 / (1 + np.exp(17.02)) * 2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 @pytest.mark.parametrize("scale_byte", (0x01, 0x08, 0x38, 0x7E))
 def test_every_code_with_extreme_scales(version, scale_byte):
     k, n = 768, 16
@@ -235,7 +235,7 @@ def test_mxfp4_layout_is_exact_over_twenty_octaves():
     assert np.isnan(lay_out(mxfp4([[127, 255], [1, 1]])).outer[0]).all()
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 def test_mxfp4_product_of_an_odd_k(version):
     experts, n, k = 4, 32, 160  # K is no multiple of 64, as GPT-OSS's 2880 / 32 is odd
     w = jax.jit(lambda w: quantize(w, MXFP4))(normal(1, experts, n, k))
@@ -250,7 +250,7 @@ def test_mxfp4_product_of_an_odd_k(version):
         assert relative_error(got, row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 @pytest.mark.parametrize("load", ("one_row", "empty"))
 def test_biases(version, load):
     """GPT-OSS's form: biases of gate, up and down, clamped activation."""
@@ -284,7 +284,7 @@ def test_biases(version, load):
         assert relative_error(g, row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 @pytest.mark.parametrize("tokens", (1, 17, 130))
 def test_dense_product(version, tokens):
     (w, _), (value, _) = weights(1, 48, 320, True)
@@ -295,7 +295,7 @@ def test_dense_product(version, tokens):
         assert relative_error(row, value[0] @ x_row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 def test_many_rows_of_few_experts(version):
     """Several parts of one expert's rows, beside an expert with a single row."""
     n, k, load = 64, 128, (1, 0, 333, 10)
@@ -310,7 +310,7 @@ def test_many_rows_of_few_experts(version):
         assert relative_error(got, row) < 2e-6
 
 
-@pytest.mark.parametrize("version", versions(TRITON))
+@pytest.mark.parametrize("version", versions(TRITON, PREFILL))
 def test_gradients_pass_through_dequantized_weights(version):
     load = (3, 0, 5, 8)
     ids, slot, expert = rows_of(load)

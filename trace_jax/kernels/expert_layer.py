@@ -4,8 +4,8 @@ Contract, for every version:
   mid = expert_matmul(x, gate_up, routing, activation=activation)
   mid, left = fake_quantize_rows(mid, fmt, record=record)      # if there is a format
   out = expert_matmul(mid, down, routing)
-"reference" is these calls, each in its best version; "hopper" gives their bits in four launches
-that overlap. For what has no gradient.
+"reference" is these calls, each in its best version; "hopper" gives the bits of those in version
+"hopper" in four launches that overlap. For what has no gradient.
 """
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from trace_jax.fp4.formats import Format
 from trace_jax.fp4.guidance import SiteGuidance
-from trace_jax.kernels import cuda_build, dispatch, expert_matmul, fake_quantize
+from trace_jax.kernels import cuda_build, dispatch, expert_matmul, fake_quantize, prefill
 from trace_jax.kernels.expert_matmul import Activation, ExpertWeights, Routing
 
 
@@ -102,5 +102,7 @@ def expert_layer(
         "reference": lambda: None,
         "hopper": lambda: _hopper_refusal(x, gate_up, down, fmt),
     }
-    name = dispatch.choose("expert_layer", version, refusals, {"gpu": ("hopper",)})
+    many = prefill.pays(routing.slot.shape[0], gate_up.data.shape[0])
+    best = {} if many else {"gpu": ("hopper",)}  # many rows: the three calls, in version "prefill"
+    name = dispatch.choose("expert_layer", version, refusals, best)
     return VERSIONS[name](x, gate_up, down, routing, activation, fmt, record)

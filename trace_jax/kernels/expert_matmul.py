@@ -1,4 +1,4 @@
-"""Products of routed tokens with their experts' weights, for decode.
+"""Products of routed tokens with their experts' weights.
 
     routing = route(expert_ids, num_experts)
     mid = expert_matmul(x, gate_up, routing, activation="silu")     # BF16 [rows, F]
@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trace_jax.kernels import cuda_build, dispatch, expert_matmul_tpu, triton_call
+from trace_jax.kernels import cuda_build, dispatch, expert_matmul_tpu, prefill, triton_call
 from trace_jax.kernels.expert_layout import ExpertWeights as ExpertWeights
 from trace_jax.kernels.expert_layout import decode_bias, decode_layout
 from trace_jax.kernels.expert_layout import lay_out as lay_out
@@ -139,6 +139,10 @@ def _hopper(x, weights, routing, x_outer, activation, variant=None):
     )[0]  # fmt: skip
 
 
+def _prefill(x, weights, routing, x_outer, activation):
+    return prefill.expert_matmul(x, weights, routing, x_outer, EPILOGUE[activation])
+
+
 def _tpu(x, weights, routing, x_outer, activation, interpret=False, float4=None):
     rows = routing.slot.shape[0]
     if weights.gated:
@@ -161,6 +165,7 @@ def _triton(x, weights, routing, x_outer, activation):
 VERSIONS = {
     "reference": _reference,
     "hopper": _hopper,
+    "prefill": _prefill,
     "triton": _triton,
     "pallas_tpu": _tpu,
     "pallas_interpret": partial(_tpu, interpret=True),
@@ -247,8 +252,8 @@ def expert_matmul(
       routing: from `route`.
       x_outer: FP32 [tokens] or [rows], outer scales of x; None if x carries them.
       activation: of gated weights; None for plain ones.
-      version: "auto", "reference", "hopper", "triton", "pallas_tpu", or "pallas_interpret" (the
-        TPU kernel, interpreted: slow, anywhere).
+      version: "auto", "reference", "hopper", "prefill" (Hopper, for many rows an expert),
+        "triton", "pallas_tpu", or "pallas_interpret" (the TPU kernel, interpreted: slow, anywhere).
 
     Returns:
       Gated: BF16 [rows, F] in row order. Plain: FP32 [tokens * top_k, N] in slot order.
@@ -270,11 +275,13 @@ def expert_matmul(
     refusals = {
         "reference": lambda: None,
         "hopper": lambda: hopper_refusal(x, weights),
+        "prefill": lambda: hopper_refusal(x, weights),
         "triton": lambda: _triton_refusal(x, weights),
         "pallas_tpu": lambda: _tpu_refusal(x, weights),
         "pallas_interpret": lambda: _pallas_refusal(x, weights),
     }
-    best = {"gpu": ("hopper", "triton"), "tpu": ("pallas_tpu",)}
+    many = prefill.pays(rows, weights.data.shape[0])
+    best = {"gpu": ("prefill" if many else "hopper", "triton"), "tpu": ("pallas_tpu",)}
     name = dispatch.choose("expert_matmul", version, refusals, best)
     return _product(x, weights, routing, x_outer, activation, name)
 

@@ -1,4 +1,5 @@
-// Warpgroup products with the A operand in registers: 64 outputs x N rows, 16 of K.
+// Warpgroup products, 16 of K: with the A operand in registers, 64 outputs x N rows, or with both
+// operands in shared memory, 64 rows x 256 outputs.
 #pragma once
 #include <stdint.h>
 
@@ -57,6 +58,34 @@ __device__ __forceinline__ void wgmma(float* d, uint32_t a0, uint32_t a1, uint32
   else
     asm volatile(TJ_WGMMA("128", TJ_R64, "%64,%65,%66,%67", "%68")
                  : TJ_F16(d, 0), TJ_F16(d, 16), TJ_F16(d, 32), TJ_F16(d, 48) : TJ_IN);
+}
+
+// Descriptor of an operand in shared memory, rows of 128 bytes (64 of K) whose 16-byte units are
+// swizzled: unit u of row r stands at u ^ (r % 8). `address`: of a row that 8 divides, plus 32 bytes
+// for every 16 of K.
+__device__ __forceinline__ uint64_t operand_swizzled(uint32_t address) {
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"((address >> 4) | (1u << 16)),
+      "r"((1024u >> 4) | (1u << 30)));
+  return descriptor;
+}
+
+#define TJ_R80 TJ_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define TJ_R96 TJ_R80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define TJ_R112 TJ_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define TJ_R128 TJ_R112 \
+  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+// d = A x B (+ d if `add`) with 64 rows in A and 256 outputs in B; d[4 j + i]: lane 4 g + t of warp
+// w holds rows 16 w + g (i < 2) and 8 more, and outputs 8 j + 2 t + i % 2.
+__device__ __forceinline__ void wgmma_shared(float* d, uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TJ_R128 "}, %128, %129, "
+      "p, 1, 1, 0, 0;\n}"
+      : TJ_F16(d, 0), TJ_F16(d, 16), TJ_F16(d, 32), TJ_F16(d, 48), TJ_F16(d, 64), TJ_F16(d, 80),
+        TJ_F16(d, 96), TJ_F16(d, 112)
+      : "l"(a), "l"(b), "r"(add));
 }
 
 }  // namespace trace_jax
