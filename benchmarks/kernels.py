@@ -1,9 +1,10 @@
 """Times the FP4 kernels against their BF16 twins: `python -m benchmarks.kernels` (one H200).
 
-About two minutes. Writes results/kernels_h200.json: a header (hardware, versions, commit,
+Two to three minutes. Writes results/kernels_h200.json: a header (hardware, versions, commit,
 copy bandwidth measured in the same run) and rows {op, case, tokens, us, share_of_copy,
-ratio_to_bf16, version, kernel}. Times are medians of device times (CUDA events) of launches
-back to back, over rotating weights or pages several times the size of the cache.
+ratio_to_bf16, version, kernel}; rows of prefill have TFLOP/s instead of a share. Times are
+medians of device times (CUDA events) of launches back to back, over rotating weights or pages
+several times the size of the cache; Triton's, and prefill's layer, are wall times of a program.
 Shares count the bytes that must move: stored FP4 bytes, inputs and outputs, once each.
 `--all` times every compiled kernel that fits a case, not only the one that dispatch chooses.
 """
@@ -16,9 +17,28 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
+from benchmarks.kernel_timing import (
+    EXPERTS,
+    FF,
+    GROUP,
+    HEAD,
+    HIDDEN,
+    KV_HEADS,
+    ROUTING_SKEW,
+    TOP_K,
+    checked,
+    copy_bandwidth,
+    library,
+    pointer,
+    pointers,
+    random_weights,
+    routing,
+    row,
+)
+from benchmarks.kernels_prefill import time_prefill
+from benchmarks.kernels_triton import time_triton
 from trace_jax.kernels import cuda_build, kv_pages, kv_units
 from trace_jax.kernels import expert_matmul as em
 from trace_jax.kernels import kv_attention as ka
@@ -30,9 +50,6 @@ flags.DEFINE_string("commit", "", "commit to name in the header; default: ask gi
 flags.DEFINE_string("out", "benchmarks/results/kernels_h200.json", "where to write the results")
 
 HERE = pathlib.Path(__file__).parent
-# A Qwen3-30B-A3B layer.
-EXPERTS, HIDDEN, FF, TOP_K = 128, 2048, 768, 8
-KV_HEADS, GROUP, HEAD = 4, 8, 128
 TOKENS = (1, 16, 64, 256, 512, 1024, 2048)
 CONTEXTS = (
     (64, 8192),
@@ -43,68 +60,9 @@ CONTEXTS = (
     (1024, 2048),
     (2048, 2048),
 )
-ROUTING_SKEW = 0.8  # spread of the experts' logits, over Gumbel noise a token
-
-
-def library(name: str) -> ctypes.CDLL:
-    lib = ctypes.CDLL(str(cuda_build.build(f"bench_{name}", HERE / "cuda")))
-    for call in {"expert_matmul": ("expert_matmul", "expert_layer")}.get(name, (name,)):
-        getattr(lib, f"bench_{call}").restype = ctypes.c_float
-    return lib
-
-
-def pointer(x: jax.Array) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.unsafe_buffer_pointer())
-
-
-def pointers(xs: list[jax.Array]):
-    return (ctypes.c_void_p * len(xs))(*[x.unsafe_buffer_pointer() for x in xs])
-
-
-def checked(us: float) -> float:
-    if not us > 0:
-        raise RuntimeError("a kernel failed to launch or to finish")
-    return us
-
-
-def row(op, case, tokens, us, byte_count, copy, kernel, version="hopper"):
-    """One result; `copy` in bytes a microsecond."""
-    share = byte_count / us / copy
-    print(f"{op:24} {case:34} {kernel:10} {us:8.1f} us  {share:.3f} of copy", flush=True)
-    return dict(
-        op=op, case=case, tokens=tokens, us=round(us, 2), share_of_copy=round(share, 4),
-        ratio_to_bf16=None, version=version, kernel=kernel,
-    )  # fmt: skip
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a microsecond by a device-to-device copy of 1 GiB."""
-    lib = library("copy")
-    a, b = jnp.ones(2**28, jnp.uint32), jnp.zeros(2**28, jnp.uint32)
-    jax.block_until_ready((a, b))
-    us = lib.bench_copy(pointer(b), pointer(a), ctypes.c_size_t(a.nbytes), 9)
-    return 2 * a.nbytes / checked(us)
 
 
 # --- routed products ---------------------------------------------------------------------
-
-
-def routing(tokens: int) -> em.Routing:
-    rng = np.random.default_rng(tokens)
-    logits = ROUTING_SKEW * rng.normal(size=EXPERTS) + rng.gumbel(size=(tokens, EXPERTS))
-    ids = np.argsort(-logits, axis=1)[:, :TOP_K].astype(np.int32)
-    return em.route(jnp.asarray(ids), EXPERTS, version="reference")
-
-
-def random_weights(quantized: bool, gated: bool, seed) -> jax.Array:
-    """Random codes and scales (or BF16 values) straight in the kernel's layout."""
-    tiles, chunks = (FF // 8, 32) if gated else (HIDDEN // 16, 12)
-    key = jax.random.key(seed)
-    if not quantized:
-        values = jax.random.normal(key, (EXPERTS, tiles, chunks, 1024), jnp.bfloat16)
-        return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(EXPERTS, tiles, chunks, -1)
-    data = jax.random.bits(key, (EXPERTS, tiles, chunks, 576), jnp.uint8)
-    return data.at[..., 512:].set(64 + (data[..., 512:] & 15))
 
 
 def fitting(quantized: bool, tokens: int) -> list[int]:
@@ -310,6 +268,7 @@ def header(copy: float) -> dict:
 
 TIMERS = {
     "expert_matmul": time_experts,
+    "prefill": time_prefill,
     "paged_attention": time_attention,
     "kv_append": time_append,
     "quantize": time_quantize,
@@ -322,9 +281,11 @@ def main(argv):
     if reason:
         raise app.UsageError(f"benchmarks.kernels: {reason}")
     copy, rows = copy_bandwidth(), []
-    for name, time in TIMERS.items():
+    for name, timer in TIMERS.items():
         if not FLAGS.only or name in FLAGS.only:
-            rows += time(library(name), copy)
+            rows += timer(library(name), copy)
+    if not FLAGS.only or "triton" in FLAGS.only:
+        rows += time_triton(copy)
     add_ratios(rows)
     out = pathlib.Path(FLAGS.out)
     out.write_text(json.dumps(dict(header=header(copy), rows=rows), indent=1) + "\n")
