@@ -195,3 +195,26 @@ def test_bf16_operands_accumulate_in_fp32_and_keep_their_gradients_dtype():
 )
 def test_tiles_are_powers_of_two_near_half_an_experts_share(rows, experts, tile):
     assert gm.tile_rows(rows, experts) == tile
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_tpu_equal_those_by_tile(case):
+    """Interpreted here; tests/test_kernels_tpu.py compiles them."""
+    groups = group_tokens(routes(case), EXPERTS)
+    rows, owner = groups.slot.shape[0], groups.tile_expert
+    draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    x, g, weight = draw(0, (rows, K)), draw(1, (rows, N)), draw(2, (EXPERTS, N, K))
+    (by_tile, gradient_by_tile), (ragged, gradient) = gm.VERSIONS["reference"], gm.VERSIONS["tpu"]
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    near(ragged(x, weight, owner, 2), by_tile(x, weight, owner, 2))
+    near(ragged(g, weight, owner, 1), by_tile(g, weight, owner, 1))
+    near(gradient(g, x, owner, EXPERTS, interpret=True), gradient_by_tile(g, x, owner, EXPERTS))
+
+
+def test_products_of_tpu_say_what_they_cannot_take(monkeypatch):
+    rows = jnp.zeros((32, K), jnp.bfloat16)
+    assert "not on cpu" in gm.tpu_refusal(rows, 16)
+    monkeypatch.setattr(gm.dispatch, "platform", lambda: "tpu")
+    assert gm.tpu_refusal(rows, 16) is None
+    assert "tiles of 16" in gm.tpu_refusal(rows, 8)
+    assert "not float32" in gm.tpu_refusal(rows.astype(jnp.float32), 16)

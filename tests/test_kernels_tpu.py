@@ -12,7 +12,7 @@ import pytest
 from kernel_helpers import decode, relative_error
 
 from trace_jax.fp4 import NVFP4, quantize
-from trace_jax.kernels import dispatch, fp4_tpu
+from trace_jax.kernels import dispatch, fp4_tpu, grouped_matmul_tpu
 from trace_jax.kernels import expert_matmul as em
 from trace_jax.kernels import kv_attention as ka
 from trace_jax.kernels import kv_pages as kp
@@ -134,6 +134,27 @@ def test_compiles_ahead_of_time(topology, gated):
     run = partial(em._tpu, x_outer=None, activation="silu" if gated else None, float4=float4)
     text = compile_for(topology, run, x, weights, routing).as_text()
     assert "custom-call" in text and "tpu_custom_call" in text
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_products_of_a_learner_compile_ahead_of_time(topology):
+    """Without a copy of an expert's weight, or a gradient of it, for each tile of rows."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: TPU kernels are not compiled")
+    experts, tiles, n, k = 16, 272, 1536, 2048
+    shape = jax.ShapeDtypeStruct
+    g, x = (shape((256 * tiles, width), jnp.bfloat16) for width in (n, k))
+    weight, owner = shape((experts, n, k), jnp.bfloat16), shape((tiles,), jnp.int32)
+    rows = partial(grouped_matmul_tpu.rows_product, axis=2)
+    programs = (
+        compile_for(topology, rows, x, weight, owner),
+        compile_for(
+            topology, partial(grouped_matmul_tpu.weight_gradient, experts=experts), g, x, owner
+        ),
+    )
+    for program in programs:
+        assert "tpu_custom_call" in program.as_text()
+        assert program.memory_analysis().temp_size_in_bytes < 2 * experts * n * k * 4
 
 
 # --- paged attention ------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trace_jax.kernels import dispatch, grouped_matmul_tpu
+
 
 class Groups(NamedTuple):
     """Layout of routed rows; a slot is one of the top_k choices of a token.
@@ -97,14 +99,49 @@ tokens_to_rows.defvjp(
 )
 
 
-def _tiles(rows: jax.Array, groups: Groups) -> jax.Array:
-    return rows.reshape(groups.tile_expert.shape[0], -1, rows.shape[-1])
-
-
 def _product(dtype):
     """Einsum with FP32 sums; FP32 operands keep all their bits on accelerators too."""
     highest = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     return partial(jnp.einsum, preferred_element_type=jnp.float32, precision=highest)
+
+
+def _rows_by_tile(x, weight, tile_expert, axis: int):
+    """FP32 rows x [rows, .] times weight [experts, N, K] of their tile's expert, over `axis`."""
+    spec = {1: "tmn,tnk->tmk", 2: "tmk,tnk->tmn"}[axis]
+    tiles = x.reshape(tile_expert.shape[0], -1, x.shape[-1])
+    out = _product(x.dtype)(spec, tiles, weight[tile_expert])
+    return out.reshape(x.shape[0], -1)
+
+
+def _gradient_by_tile(g, x, tile_expert, experts: int):
+    """FP32 [experts, N, K]: the sum of g^T x over the rows of each expert."""
+    g, x = (a.reshape(tile_expert.shape[0], -1, a.shape[-1]) for a in (g, x))
+    by_tile = _product(x.dtype)("tmn,tmk->tnk", g, x)
+    # A product with the one-hot map instead of a scatter, which is slow on CPU.
+    owner = jax.nn.one_hot(tile_expert, experts, dtype=jnp.float32, axis=0)
+    return jnp.einsum("et,tnk->enk", owner, by_tile, precision=jax.lax.Precision.HIGHEST)
+
+
+# Products of rows with weights, and weights' gradients.
+VERSIONS = {
+    "reference": (_rows_by_tile, _gradient_by_tile),
+    "tpu": (grouped_matmul_tpu.rows_product, grouped_matmul_tpu.weight_gradient),
+}
+
+
+def tpu_refusal(x: jax.Array, tile: int) -> str | None:
+    """Why TPU's products cannot take rows x [rows, K] in tiles of `tile`; None if they can."""
+    if dispatch.platform() != "tpu":
+        return f"it runs on TPU, not on {dispatch.platform()}"
+    if x.dtype != jnp.bfloat16:
+        return f"it takes BF16 rows, not {x.dtype}"
+    return None if tile % 16 == 0 else f"it takes tiles of 16 rows or a multiple, not of {tile}"
+
+
+def _version(x: jax.Array, tile_expert: jax.Array):
+    tile = x.shape[0] // tile_expert.shape[0]
+    refusals = {"reference": lambda: None, "tpu": lambda: tpu_refusal(x, tile)}
+    return VERSIONS[dispatch.choose("grouped_matmul", "auto", refusals, {"tpu": ("tpu",)})]
 
 
 @jax.custom_vjp
@@ -113,25 +150,19 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, groups: Groups) -> jax.Array
 
     Accumulates in FP32, gradients included; a gradient is returned in its operand's
     dtype. A weight held in FP32 is used in x's, so that only its gradient keeps all bits.
-    Experts without rows get a zero gradient.
+    Experts without rows get a zero gradient. On TPU no tile copies its expert's weight.
     """
-    product, weight = _product(x.dtype), weight.astype(x.dtype)
-    out = product("tmk,tnk->tmn", _tiles(x, groups), weight[groups.tile_expert])
-    return out.reshape(x.shape[0], -1)
+    rows_product, _ = _version(x, groups.tile_expert)
+    return rows_product(x, weight.astype(x.dtype), groups.tile_expert, 2)
 
 
 def _backward(residual, g):
     x, weight, groups, held = residual
-    product = _product(x.dtype)
-    g = _tiles(g.astype(x.dtype), groups)
-    dx = product("tmn,tnk->tmk", g, weight[groups.tile_expert]).reshape(x.shape)
-    by_tile = product("tmn,tmk->tnk", g, _tiles(x, groups))
-    # A product with the one-hot map instead of a scatter, which is slow on CPU.
-    owner = jax.nn.one_hot(groups.tile_expert, weight.shape[0], dtype=jnp.float32, axis=0)
-    by_expert = jnp.einsum(
-        "et,tnk->enk", owner, by_tile, precision=jax.lax.Precision.HIGHEST
-    )
-    return dx.astype(x.dtype), by_expert.astype(held.dtype), _int_zeros(groups)
+    rows_product, weight_gradient = _version(x, groups.tile_expert)
+    g = g.astype(x.dtype)
+    dx = rows_product(g, weight, groups.tile_expert, 1)
+    dw = weight_gradient(g, x, groups.tile_expert, weight.shape[0])
+    return dx.astype(x.dtype), dw.astype(held.dtype), _int_zeros(groups)
 
 
 def _forward(x, weight, groups):
