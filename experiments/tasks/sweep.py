@@ -2,9 +2,11 @@
 
 from experiments.studies import study
 
+SHORT = {"rl.steps": 8, "eval.problems": 32}  # programs are judged in sandboxes, one by one
+CODE = SHORT | {"base": "configs/quickstart_coding.py"}
 ROWS = [
     ("reasoning: words backward", "trace", {}),
-    ("code: programs from examples", "trace", {"base": "configs/quickstart_coding.py"}),
+    ("code: programs from examples", "trace", CODE),
     ("episodes: mazes of four rooms", "trace", {"base": "configs/quickstart_multiturn.py"}),
 ]
 
