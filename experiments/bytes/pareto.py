@@ -59,15 +59,16 @@ def draw(found: list[dict], path: Path) -> None:
 
     best = front(found)
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+        figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
         for panel, key in zip(axes, ("gaps", "accuracies"), strict=True):
             for plan in found:
                 mean, color = statistics.mean(plan[key]), COLORS[plan in best]
                 spread = statistics.stdev(plan[key]) if len(plan[key]) > 1 else 0
                 panel.errorbar(plan["bytes"], mean, spread, fmt="o", ms=4, color=color)
-                if plan in best:
+                if plan in best and key == "gaps":
                     panel.annotate(plan["label"], (plan["bytes"], mean), fontsize=6)
-            panel.set(xlabel="bytes of guidance a token", xscale="symlog")
+            panel.set(xlabel="bytes of guidance a token")
+            panel.set_xscale("symlog", linthresh=250)
         axes[0].set(ylabel="mean gap of the log-probs", yscale="log")
         axes[1].set(ylabel="held-out accuracy under FP4")
         figure.savefig(path, dpi=110, bbox_inches="tight")
