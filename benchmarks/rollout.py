@@ -42,7 +42,7 @@ from trace_jax.model.pools import Stored
 from trace_jax.rollout import store
 from trace_jax.rollout.continuous import ContinuousEngine
 from trace_jax.rollout.programs import CacheConfig, ProgramConfig, Slots, decode, empty_pools
-from trace_jax.rollout.scheduler import Sequence
+from trace_jax.rollout.sequence import Sequence
 
 FLAGS = flags.FLAGS
 CONFIG = config_flags.DEFINE_config_file(

@@ -59,5 +59,6 @@ def run_mix(text: str, config) -> dict:
         "tokens_per_s": round(counts.drawn / seconds, 1), "seconds": round(seconds, 3),
         "slots_busy": round(1 - counts.idle_steps / (steps * slots), 4),
         "longest_share": round(float(lengths.mean() / lengths.max()), 4),
-        "counts": dataclasses.asdict(counts), "compilations": engine.compilations(),
+        "counts": dataclasses.asdict(counts), "preemptions": engine.scheduler.preemptions,
+        "compilations": engine.compilations(),
     }  # fmt: skip

@@ -10,21 +10,13 @@ import pytest
 from test_continuous import assert_same_rollout
 from test_layer_kinds import HYBRID
 
-from trace_jax.rollout import EngineConfig, make_engine
+from trace_jax.rollout import make_engine
 from trace_jax.rollout.batches import ContinuousBatches
 from trace_jax.rollout.engine import Engine
 from trace_jax.rollout.memory import MemoryPlan, plan_memory
 from trace_jax.rollout.programs import CacheConfig, ProgramConfig
 
-CONFIG = EngineConfig(
-    helpers.MOE,
-    helpers.PRECISIONS["nvfp4"],
-    helpers.EOS,
-    helpers.RESPONSE,
-    samples=helpers.SAMPLES,
-    temperature=helpers.TEMPERATURE,
-    plan=helpers.FULL,
-)
+CONFIG = helpers.engine(audit_rows=0).config
 PARAMS = lambda: helpers.rollout_params_of(helpers.MOE, "nvfp4")
 
 
@@ -97,7 +89,7 @@ def test_states_are_kept_for_every_prompt_and_episode():
             [*row, *drawn[i, len(row) : int(rolled.length[i])].tolist(), 9, 10]
             for i, row in enumerate(rows)
         ]
-    assert run._engine.counts.preemptions == 0
+    assert run._engine.scheduler.preemptions == 0
 
 
 # --- memory ---

@@ -11,19 +11,11 @@ from test_continuous import assert_same_rollout
 
 from trace_jax.config import MeshConfig
 from trace_jax.parallel import make_mesh, rows_sharding
-from trace_jax.rollout import EngineConfig, make_engine
+from trace_jax.rollout import make_engine
 from trace_jax.rollout.data_parallel import DataParallelBatches
 from trace_jax.rollout.record import map_rows
 
-CONFIG = EngineConfig(
-    helpers.MOE,
-    helpers.PRECISIONS["nvfp4"],
-    helpers.EOS,
-    helpers.RESPONSE,
-    samples=helpers.SAMPLES,
-    temperature=helpers.TEMPERATURE,
-    plan=helpers.FULL,
-)
+CONFIG = helpers.engine(audit_rows=0).config
 
 
 def mesh_of(count: int, **axes):

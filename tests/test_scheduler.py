@@ -8,7 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from trace_jax.rollout.page_pool import PagePool
-from trace_jax.rollout.scheduler import Scheduler, Sequence
+from trace_jax.rollout.scheduler import Scheduler
+from trace_jax.rollout.sequence import Sequence
 
 PAGE, STEPS, CHUNK = 4, 3, 8
 

@@ -13,12 +13,12 @@ import numpy as np
 from trace_jax import sync
 from trace_jax.kernels.expert_matmul import ExpertWeights
 from trace_jax.model.layers import ExpertWeight
-from trace_jax.model.specs import Guidance
 from trace_jax.rollout import programs, store
 from trace_jax.rollout.page_pool import PagePool
 from trace_jax.rollout.programs import Chunks, ProgramConfig, Slots
 from trace_jax.rollout.record import Rollout
-from trace_jax.rollout.scheduler import Scheduler, Sequence
+from trace_jax.rollout.scheduler import Scheduler
+from trace_jax.rollout.sequence import Sequence, cut_at_stop
 
 
 @dataclasses.dataclass
@@ -32,7 +32,6 @@ class Counts:
     prefilled: int = 0
     shared: int = 0
     idle_steps: int = 0
-    preemptions: int = 0
 
 
 class ContinuousEngine:
@@ -221,30 +220,7 @@ class ContinuousEngine:
         """
         self._land()
         kept = self._store or self._empty_store()
-        rows = np.asarray([s.row for s in sequences])
-        everything = len(rows) == self.rows and (rows == np.arange(self.rows)).all()
-
-        def cut(a):
-            a = a if everything else a[:, rows[: a.shape[1]]]
-            return jnp.array(a[:, :, :length], copy=copy)
-
-        wide = lambda rows, dtype: _padded(rows, length, dtype)
-        ends = jnp.asarray([len(s.tokens) - 1 for s in sequences], jnp.int32)  # never fed
-        return Rollout(
-            tokens=wide([s.tokens for s in sequences], np.int32),
-            prompt_length=jnp.asarray([s.prompt for s in sequences], jnp.int32),
-            length=ends + 1,
-            logp=wide([s.logp for s in sequences], np.float32),
-            mask=wide([s.sampled for s in sequences], bool),
-            finished=jnp.asarray([s.done in ("eos", "stop") for s in sequences]),
-            guidance=Guidance(
-                jax.tree.map(cut, kept.record.sites),
-                cut(kept.recorded[None])[0] & (jnp.arange(length)[None] < ends[:, None]),
-                jnp.full(len(sequences), self.version, jnp.int32),
-            ),
-            routes=cut(kept.record.routes),
-            audit=jax.tree.map(cut, kept.record.audit),
-        )
+        return store.rollout_of(kept, sequences, length, self.version, copy)
 
     def compilations(self) -> dict[str, int]:
         """Programs compiled so far, by what they do; each stays at one after warm-up."""
@@ -321,7 +297,6 @@ class ContinuousEngine:
         self.counts.drawn += int(drawn.sum())
         self.counts.replayed += int((fed & ~drawn).sum())
         self.counts.idle_steps += int((~fed).sum())
-        self.counts.preemptions = self.scheduler.preemptions
         ended = []
         for slot, s in running:
             s.stored = reached = s.stored + int(fed[:, slot].sum())
@@ -336,22 +311,11 @@ class ContinuousEngine:
         return ended
 
     def _why_done(self, s: Sequence, new: int) -> str | None:
-        if s.stop and self._cut_at_stop(s, new):
+        if s.stop and cut_at_stop(s, new, self.decode_text):
             return "stop"
         if s.sampled[-1] and s.tokens[-1] in self.config.eos_ids:
             return "eos"
         return "length" if len(s.tokens) >= s.limit else None
-
-    def _cut_at_stop(self, s: Sequence, new: int) -> bool:
-        """Drops what was drawn after the token that completes a stop string."""
-        first = len(s.sampled) - s.sampled[::-1].index(False)  # of this turn's response
-        for end in range(len(s.tokens) - new + 1, len(s.tokens) + 1):
-            text = self.decode_text(s.tokens[first:end])
-            if any(stop in text for stop in s.stop):
-                del s.tokens[end:], s.sampled[end:], s.logp[end:]
-                s.stored = min(s.stored, end - 1)
-                return True
-        return False
 
     # --- records ---
 
@@ -407,10 +371,3 @@ def _groups(copies: dict[int, int], size: int, nowhere: int):
         target, source = np.full(size, nowhere, np.int32), np.zeros(size, np.int32)
         target[: len(part)], source[: len(part)] = zip(*part, strict=True)
         yield target, source
-
-
-def _padded(rows, length: int, dtype) -> jax.Array:
-    out = np.zeros((len(rows), length), dtype)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return jnp.asarray(out)

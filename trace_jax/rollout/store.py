@@ -7,6 +7,7 @@ computed again lands in the same place, and a token of a shared prompt is comput
 and copied.
 """
 
+from collections.abc import Sequence as Sequences
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ import numpy as np
 from flax import struct
 
 from trace_jax.model import NOT_RECORDED
-from trace_jax.model.specs import Record
+from trace_jax.model.specs import Guidance, Record
+from trace_jax.rollout.record import Rollout
+from trace_jax.rollout.sequence import Sequence
 
 
 @struct.dataclass
@@ -108,3 +111,43 @@ def copy_rows(store: Store, source, target, tokens) -> Store:
         return a.at[:, target].set(new, mode="drop")
 
     return Store(jax.tree.map(copy, store.record), copy(store.recorded[None])[0])
+
+
+def rollout_of(
+    store: Store, sequences: Sequences[Sequence], length: int, version: int, copy: bool
+) -> Rollout:
+    """The records of `sequences`, in their order, up to `length` tokens, as a Rollout.
+
+    Without a `copy` it may share the store's buffers.
+    """
+    rows = np.asarray([s.row for s in sequences])
+    everything = len(rows) == len(store.recorded) and (rows == np.arange(len(rows))).all()
+
+    def cut(a):
+        a = a if everything else a[:, rows[: a.shape[1]]]
+        return jnp.array(a[:, :, :length], copy=copy)
+
+    wide = lambda rows, dtype: _padded(rows, length, dtype)
+    ends = jnp.asarray([len(s.tokens) - 1 for s in sequences], jnp.int32)  # never fed
+    return Rollout(
+        tokens=wide([s.tokens for s in sequences], np.int32),
+        prompt_length=jnp.asarray([s.prompt for s in sequences], jnp.int32),
+        length=ends + 1,
+        logp=wide([s.logp for s in sequences], np.float32),
+        mask=wide([s.sampled for s in sequences], bool),
+        finished=jnp.asarray([s.done in ("eos", "stop") for s in sequences]),
+        guidance=Guidance(
+            jax.tree.map(cut, store.record.sites),
+            cut(store.recorded[None])[0] & (jnp.arange(length)[None] < ends[:, None]),
+            jnp.full(len(sequences), version, jnp.int32),
+        ),
+        routes=cut(store.record.routes),
+        audit=jax.tree.map(cut, store.record.audit),
+    )
+
+
+def _padded(rows, length: int, dtype) -> jax.Array:
+    out = np.zeros((len(rows), length), dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return jnp.asarray(out)
