@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trace_jax.config import freeze
-from trace_jax.planning import compiled, fit, hlo, memory, work
+from trace_jax.planning import compiled, engine, fit, hlo, memory, report, work
 from trace_jax.planning.chips import parse_topology
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,3 +148,24 @@ def test_generation_compiles_ahead_of_time():
     terms = memory.generation_bytes(config, memory.abstract_mesh(config, 4))
     stored = terms["decoded weights"] + terms["KV cache"] + terms["guidance"] + terms["record"]
     assert done["decode"].arguments == pytest.approx(stored, rel=0.25)
+
+
+def test_the_continuous_engine_plans_by_its_own_arithmetic():
+    config = fit.with_mesh(config_of(), "fsdp=4")
+    asked = dataclasses.replace(config.rollout, engine="continuous", slots=2)
+    config = dataclasses.replace(config, rollout=asked)
+    mesh = memory.abstract_mesh(config, 4)
+    plan = engine.engine_plan(config, mesh, 10**9)
+    state = memory.param_bytes(config, mesh, memory.MASTER + memory.MOMENTS)
+    whole = memory.abstract_mesh(config_of((1, 1, 1)), 1)
+    weights = memory.rollout_bytes(config, whole, compiled.engine_config(config).precision)
+    assert (plan.free, plan.weights) == (10**9 - state - weights, weights)
+    more = engine.engine_plan(config, mesh, 10**9 + 10**6)
+    assert more.pages == pytest.approx(plan.pages + 0.97e6 / plan.page_bytes, abs=1)
+    text, fits = report.engine_line(config, mesh, 3 * 10**6)
+    assert not fits and "less than one sequence of 128" in text
+    cut = config_of()
+    cut = dataclasses.replace(cut, rollout=asked)
+    text, fits = report.engine_line(cut, memory.abstract_mesh(cut, 4), 10**9)
+    assert not fits and "expert" in text
+    assert report.engine_line(config_of(), mesh, 10**9) == (None, True)

@@ -6,6 +6,7 @@ from trace_jax.config import Config
 from trace_jax.planning import fit, work
 from trace_jax.planning.chips import GB, Topology
 from trace_jax.planning.compiled import Compiled
+from trace_jax.planning.engine import engine_plan
 from trace_jax.planning.memory import piece_of
 
 
@@ -22,7 +23,8 @@ def result_of(config: Config, topology: Topology, mesh, needed, done: dict[str, 
     beside = beside_bytes(needed)
     totals = {name: sum(terms.values()) for name, terms in needed.items()}
     totals |= {f"{name}, compiled": total_of(c) + beside[name] for name, c in done.items()}
-    fits = not refused and max(totals.values()) <= chip.memory
+    engine, engine_fits = engine_line(config, mesh, chip.memory)
+    fits = not refused and engine_fits and max(totals.values()) <= chip.memory
     change = None
     if not fits:
         found = fit.smallest_change(config, topology.count, chip.memory)
@@ -40,12 +42,22 @@ def result_of(config: Config, topology: Topology, mesh, needed, done: dict[str, 
         "tokens_of_a_piece": piece_of(config, mesh).tokens,
         "arithmetic": needed,
         "compiled": {name: compiled_row(c, beside[name]) for name, c in done.items()},
+        "engine": engine,
         "totals": totals,
         "fits": fits,
         "largest_term": fit.largest_term(needed),
         "smallest_change": change,
         "roofline": roofline(config, mesh, chip, needed, done),
     }
+
+
+def engine_line(config: Config, mesh, memory: int) -> tuple[str | None, bool]:
+    """The continuous engine's plan, or why there is none, and whether it can run."""
+    try:
+        plan = engine_plan(config, mesh, memory)
+    except ValueError as error:
+        return str(error), False
+    return None if plan is None else str(plan), True
 
 
 def beside_bytes(needed) -> dict[str, int]:
@@ -110,6 +122,8 @@ def table(result: dict) -> str:
         lines += ["", f"{name}, GB a device by arithmetic"]
         lines += [f"  {term:<18}{n / GB:9.3f}" for term, n in terms.items()]
         lines.append(f"  {'total':<18}{sum(terms.values()) / GB:9.3f}")
+    if result["engine"]:
+        lines += ["", f"continuous engine, a device by arithmetic: {result['engine']}"]
     for name, row in result["compiled"].items():
         lines += ["", *_compiled_lines(name, row)]
     lines += ["", "roofline, least seconds   products      HBM    links   bound"]

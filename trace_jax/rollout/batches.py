@@ -92,25 +92,10 @@ class ContinuousBatches:
 
     def _build(self, rows: int, width: int, params) -> ContinuousEngine:
         c = self.config
+        programs = program_config(c, rows, width, slots=self.slots, turns=self.turns)
         kernels = _kernels_fit(c.model, c.precision)
-        slots = min(self.slots or rows, rows)
-        chunk = min(CHUNK, -(-width // PAGE) * PAGE)
-        length = width + c.max_response
-        cache = CacheConfig(
-            slots=max(slots, c.audit_rows),
-            pages=rows * (-(-length // PAGE) + 1),
-            length=length,
-            page=PAGE,
-            steps=min(16, c.max_response),
-            chunk=chunk,
-            prefill_rows=min(8, rows),
-            kernels=kernels,
-            # Of the prompts whose samples run together and of the next, and of every episode.
-            kept=-(-slots // c.samples) + 1 + (rows if self.turns else 0),
-        )
-        programs = ProgramConfig(
-            c.model, c.precision, cache, c.eos_ids, c.temperature, c.plan, c.audit_rows, c.noise
-        )
+        cache = dataclasses.replace(programs.cache, kernels=kernels)
+        programs = dataclasses.replace(programs, cache=cache)
         free = memory.free_bytes()
         if free is not None:
             # Rollout parameters are there already; what is laid out anew is about as large.
@@ -120,6 +105,31 @@ class ContinuousBatches:
             fits = dataclasses.replace(cache, pages=min(cache.pages, plan.pages))
             programs = dataclasses.replace(programs, cache=fits)
         return ContinuousEngine(programs, rows)
+
+
+def program_config(
+    c: EngineConfig, rows: int, width: int, *, slots: int, turns: bool
+) -> ProgramConfig:
+    """Programs for `rows` sequences with prompts of up to `width`, in plain layouts.
+
+    `slots`: sequences that decode together, 0 for all. `turns`: every sequence may go on.
+    """
+    slots = min(slots or rows, rows)
+    length = width + c.max_response
+    cache = CacheConfig(
+        slots=max(slots, c.audit_rows),
+        pages=rows * (-(-length // PAGE) + 1),
+        length=length,
+        page=PAGE,
+        steps=min(16, c.max_response),
+        chunk=min(CHUNK, -(-width // PAGE) * PAGE),
+        prefill_rows=min(8, rows),
+        # Of the prompts whose samples run together and of the next, and of every episode.
+        kept=-(-slots // c.samples) + 1 + (rows if turns else 0),
+    )
+    return ProgramConfig(
+        c.model, c.precision, cache, c.eos_ids, c.temperature, c.plan, c.audit_rows, c.noise
+    )
 
 
 def _of_this_turn(rollout: Rollout, lengths) -> Rollout:

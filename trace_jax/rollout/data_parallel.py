@@ -29,16 +29,23 @@ def make_engine(kind: str, config: EngineConfig, *, mesh=None, slots: int = 0, t
 
 def refusal(mesh) -> str | None:
     """Why continuous engines cannot run on a mesh; None if they can."""
+    if reason := axes_refusal(mesh):
+        return reason
+    if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
+        return (
+            "rollout.engine is 'continuous', which runs in one process so far; write "
+            "rollout.engine='batch'"
+        )
+    return None
+
+
+def axes_refusal(mesh) -> str | None:
+    """The same of a mesh whose devices may be elsewhere: of its axes alone."""
     others = {name: n for name, n in mesh.shape.items() if name not in ("data", "fsdp")}
     if any(n > 1 for n in others.values()):
         return (
             "rollout.engine is 'continuous', which cuts rows over data and fsdp alone, and the "
             f"mesh has {others}; write 1 for these, or rollout.engine='batch'"
-        )
-    if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
-        return (
-            "rollout.engine is 'continuous', which runs in one process so far; write "
-            "rollout.engine='batch'"
         )
     return None
 
