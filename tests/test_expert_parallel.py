@@ -99,6 +99,31 @@ def test_every_slot_is_served_and_learns(sizes, kind):
     check(sizes, kind)
 
 
+def test_outputs_of_a_weight_are_gathered_in_its_dtype_and_its_gradient_is_kept_in_parts():
+    """Over "fsdp": half the bytes of a sum that everyone gets, and no whole gradient stays."""
+    x, ids, _, beside = inputs("even")
+    rng = np.random.default_rng(3)
+    part = rng.normal(size=(1, 4, 2)).astype(np.float32)
+    weights = jnp.asarray(rng.normal(size=(EXPERTS, 4, 2)), jnp.bfloat16)
+    layout = token_layout(make_mesh(MeshConfig(data=1, fsdp=2, expert=4)))
+
+    def total(weights):
+        run = lambda x, ids, weights, *given: scaled(
+            x, ids, jnp.sum(weights * part, (1, 2)), *given
+        )
+        return jnp.sum(over_experts(layout, run, x, ids, weights, beside, None)["value"])
+
+    lowered = jax.jit(jax.value_and_grad(total)).lower(weights)
+    wanted = np.zeros(EXPERTS)
+    np.add.at(wanted, ids, np.sum(np.broadcast_to(x[:, :, None], (*ids.shape, WIDTH)), -1))
+    wanted = wanted[:, None, None] * part
+    np.testing.assert_allclose(lowered.compile()(weights)[1], wanted, rtol=0.01, atol=0.01)
+    text = lowered.as_text()
+    gathered = re.findall(r"all_gather.*tensor<2x2x2x(\w+)>\) -> tensor<2x4x2x", text)
+    scattered = re.findall(r"\(tensor<2x4x2x(\w+)>\) -> tensor<2x2x2x", text)
+    assert (gathered, scattered) == (["bf16"], ["f32"])
+
+
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "expert": 4}], ids=ids_of)
 def test_a_batch_that_does_not_divide_is_filled_up_and_cut_again(sizes):
     check(sizes, "even", batch=3)
@@ -230,7 +255,7 @@ def assert_computes_what_one_does(sizes: dict) -> None:
     assert max(jax.tree.leaves(errors)) < 1e-6, errors
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=ids_of)
+@pytest.mark.parametrize("sizes", [{"data": 1, "fsdp": 4, "expert": 2}, *MESHES[1:]], ids=ids_of)
 def test_eight_devices_compute_what_one_does(sizes):
     """Hidden states, codes, scales and routes to the bit: sums over a token's experts stay with
     the token. Gradients to FP32's last bits: devices sum theirs in another order.

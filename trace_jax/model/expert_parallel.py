@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from trace_jax.model.layout import Layout
 
 AXIS = "expert"
+SHARDS = "fsdp"  # what the outputs of experts are cut over
 HEADROOM = 2  # slots that a pair of devices exchanges at once, over an even share
 RAGGED = ("gpu", "tpu")  # platforms where XLA has an all-to-all of unequal parts
 
@@ -82,25 +83,54 @@ def over_experts(layout: Layout, run: Callable, x, ids, weights, beside, key):
 
     x, ids = padded(x), padded(ids, num_experts)
     beside = jax.tree.map(padded, beside)
-    body = partial(_on_device, layout, num_experts, run)
-    specs = (layout.spec, layout.spec, P(AXIS), layout.spec, P())
-    weights = jax.tree.map(partial(_whole, layout.mesh), weights)
+    cuts = jax.tree.map(partial(_cut, layout.mesh), weights)
+    place = lambda a, cut: jax.lax.with_sharding_constraint(a, NamedSharding(layout.mesh, cut))
+    weights = jax.tree.map(place, weights, cuts)
+    dtypes = jax.tree.map(lambda a: a.dtype, weights)
+    weights = jax.tree.map(lambda a: a.astype(jnp.float32), weights)
+
+    def body(x, ids, weights, beside, key):
+        weights = jax.tree.map(partial(_own_copy, layout), weights, cuts, dtypes)
+        return _on_device(layout, num_experts, run, x, ids, weights, beside, key)
+
+    specs = (layout.spec, layout.spec, cuts, layout.spec, P())
     mapped = jax.shard_map(body, mesh=layout.mesh, in_specs=specs, out_specs=layout.spec)
     return jax.tree.map(lambda a: a[:batch, :length], mapped(x, ids, weights, beside, key))
 
 
-def _whole(mesh: Mesh, weight: jax.Array) -> jax.Array:
-    """A weight whose experts alone are cut, in FP32: gathered in its own dtype, summed in FP32."""
-    whole = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P(AXIS)))
+def _cut(mesh: Mesh, weight: jax.Array) -> P:
+    """How a weight [experts, outputs, ...] lies: as parameters do, where its outputs divide."""
+    ways = mesh.shape[SHARDS]
+    divides = ways > 1 and weight.ndim == 3 and weight.shape[1] % ways == 0
+    return P(AXIS, SHARDS) if divides else P(AXIS)
+
+
+def _own_copy(layout: Layout, weight: jax.Array, cut: P, dtype) -> jax.Array:
+    """The FP32 weight of the experts held here, this device's own, gathered in `dtype`.
+
+    Its gradient is the FP32 sum over the devices that share the weight, of which each keeps the
+    outputs that it holds.
+    """
+    shared = tuple(axis for axis in layout.axes if axis not in cut)
+    weight = _varying(weight, shared)
+    return _gathered(weight, dtype) if SHARDS in cut else weight
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(weight: jax.Array, dtype) -> jax.Array:
+    whole = jax.lax.all_gather(weight.astype(dtype), SHARDS, axis=1, tiled=True)
     return whole.astype(jnp.float32)
+
+
+_gathered.defvjp(
+    lambda weight, dtype: (_gathered(weight, dtype), None),
+    lambda dtype, _, g: (jax.lax.psum_scatter(g, SHARDS, scatter_dimension=1, tiled=True),),
+)
 
 
 def _on_device(layout: Layout, num_experts: int, run: Callable, x, ids, weights, beside, key):
     if key is not None:
         key = jax.random.fold_in(key, jax.lax.axis_index(layout.axes))
-    # Each device's own copy: the gradient is the FP32 sum over those that share a weight.
-    shared = tuple(axis for axis in layout.axes if axis != AXIS)
-    weights = jax.tree.map(partial(_varying, axes=shared), weights)
     ways, slots = layout.mesh.shape[AXIS], ids.size
     if ways == 1:
         flat = partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
