@@ -70,7 +70,7 @@ def main():
     config, names = config_of(), programs_of(topology.chip.tpu)
     mesh = memory.abstract_mesh(config, topology.count)
     config = fit.with_mesh(config, ",".join(f"{k}={v}" for k, v in mesh.shape.items()))
-    needed = fit.need(config, topology.count)
+    needed = fit.need(config, topology)
     if refusal := fit.row_refusal(config, mesh):
         raise ValueError(refusal)
     done = compiled.compile_programs(config, topology.name, names) if names else {}

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from trace_jax.config import freeze
 from trace_jax.planning import compiled, engine, fit, hlo, memory, report, work
-from trace_jax.planning.chips import parse_topology
+from trace_jax.planning.chips import CHIPS, Topology, parse_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -108,10 +108,13 @@ def test_axes_of_groups(groups, axes):
 def test_the_smallest_change_fits_and_nothing_smaller_was_there():
     config = config_of()
     config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, remat="none"))
-    least = fit.most(fit.need(config_of(), 4))
-    texts, changed = fit.smallest_change(config, 4, int(least / fit.FIT) + 1)
+    of = lambda memory: Topology("", CHIPS["v6e"]._replace(memory=memory), 4)
+    least = fit.most(fit.need(config_of(), of(0)))
+    texts, changed = fit.smallest_change(config, of(int(least / fit.FIT) + 1))
     assert texts == ["rl.remat=full"] and changed == config_of()
-    assert fit.smallest_change(config, 4, 1000) is None
+    assert fit.smallest_change(config, of(1000)) is None
+    gpu = Topology("", CHIPS["h200"], 4)
+    assert fit.most(fit.need(config_of(), gpu)) > least, "where tiles copy their weights"
 
 
 def test_an_unknown_topology_is_one_line_that_lists_the_known_ones():

@@ -67,7 +67,7 @@ class RLConfig:
     balance_coef: float = 0.0  # load-balance loss of the router
     routing_replay: bool = True
     pack_length: int = 0  # tokens a row of the learner's forward, several sequences; 0: one a row
-    logprob_chunk: int = 4096  # tokens whose logits exist at a time
+    logprob_chunk: int = 4096  # tokens of a device whose logits exist at a time
     remat: str = "none"  # none | full | what of a layer is kept, see model.remat: gate_up,router
 
 

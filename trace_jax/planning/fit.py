@@ -6,20 +6,24 @@ from collections.abc import Iterator
 from trace_jax.config import Config, MeshConfig
 from trace_jax.parallel import LEARNER
 from trace_jax.parallel.mesh import AXES
+from trace_jax.planning.chips import Topology
 from trace_jax.planning.memory import Bytes, abstract_mesh, generation_bytes, learner_bytes, over
 
 DEEPEST = 6  # changes together
 FIT = 0.92  # of the memory: the rest is the compiler's, and what this arithmetic leaves out
 
 
-def need(config: Config, count: int) -> dict[str, Bytes]:
+def need(config: Config, topology: Topology) -> dict[str, Bytes]:
     """Bytes a device of the learner's update and of generation.
 
     Raises:
       ConfigError: the mesh does not divide the model or the devices.
     """
-    mesh = abstract_mesh(config, count)
-    return {"learner": learner_bytes(config, mesh), "generation": generation_bytes(config, mesh)}
+    mesh, tpu = abstract_mesh(config, topology.count), topology.chip.tpu
+    return {
+        "learner": learner_bytes(config, mesh, tpu),
+        "generation": generation_bytes(config, mesh, tpu),
+    }
 
 
 def most(needed: dict[str, Bytes]) -> int:
@@ -32,7 +36,7 @@ def largest_term(needed: dict[str, Bytes]) -> str:
     return f"{max(needed[name], key=needed[name].get)} of {name}"
 
 
-def smallest_change(config: Config, count: int, memory: int) -> tuple[list[str], Config] | None:
+def smallest_change(config: Config, topology: Topology) -> tuple[list[str], Config] | None:
     """Settings to write, fewest first, and the configuration that they make; None if none does.
 
     Searches breadth first, and of equally many changes tries the cheapest first.
@@ -45,11 +49,11 @@ def smallest_change(config: Config, count: int, memory: int) -> tuple[list[str],
                 if changed in seen:
                     continue
                 seen.add(changed)
-                size = _most(changed, count)
+                size = _most(changed, topology)
                 if size is not None:
                     following.append((size, [*texts, text], changed))
         for size, texts, changed in following:
-            if size <= FIT * memory:
+            if size <= FIT * topology.chip.memory:
                 return _last_of_each(texts), changed
         following.sort(key=lambda found: found[0])
         level = [found[1:] for found in following[:8]]
@@ -86,12 +90,12 @@ def _made(c: Config, text: str, **groups) -> Iterator[tuple[str, Config]]:
         return
 
 
-def _most(c: Config, count: int) -> int | None:
+def _most(c: Config, topology: Topology) -> int | None:
     """Bytes a device; None if rows or parameters do not divide over the mesh."""
     try:
-        if row_refusal(c, abstract_mesh(c, count)):
+        if row_refusal(c, abstract_mesh(c, topology.count)):
             return None
-        return most(need(c, count))
+        return most(need(c, topology))
     except ValueError:
         return None
 

@@ -148,25 +148,38 @@ def _scores(config: Config, mesh, piece: Piece) -> int:
     return 4 * piece.tokens * config.max_length * config.model.num_heads // over(mesh, "tensor")
 
 
-def temporary_bytes(config: Config, mesh) -> int:
-    """Of the backward pass of the layer or of the unembedding, whichever takes more."""
+def temporary_bytes(config: Config, mesh, tpu: bool) -> int:
+    """Of the backward pass of the layer or of the unembedding, whichever takes more.
+
+    Its terms are those of programs compiled for v6e, with and without copies by tile.
+    """
     m, piece = config.model, piece_of(config, mesh)
     experts = experts_of(config, mesh, piece.tokens)
     matrix = 2 * m.expert_dim * m.hidden
-    # A weight is gathered in BF16, held and its gradient summed in FP32; each tile of rows has a
-    # copy of it in BF16, and a gradient in FP32 that XLA lays out anew.
+    # A weight is gathered in BF16, held and its gradient summed in FP32.
     weights = experts.held * 3 * matrix // 2 * (WEIGHT + 4 + 4)
-    copies = experts.tiles * matrix * (WEIGHT + 4 + 4)
-    values = experts.rows * (4 * 2 * 2 * m.expert_dim + (WEIGHT + 4 + 4) * m.hidden)
+    if tpu:
+        # Of gate and up, of what is between the products, and of both ends: values and gradients.
+        copies = _exchanged(mesh, piece.tokens * m.slots) * m.hidden
+        values = experts.rows * (28 * m.expert_dim + 18 * m.hidden)
+    else:
+        # Each tile of rows has a copy of its weight in BF16, and a gradient of it in FP32 that XLA
+        # lays out anew.
+        copies = experts.tiles * matrix * (WEIGHT + 4 + 4)
+        values = experts.rows * (4 * 2 * 2 * m.expert_dim + (WEIGHT + 4 + 4) * m.hidden)
     layer = weights + copies + values + 2 * _scores(config, mesh, piece)
-    tokens = -(-config.rl.logprob_chunk // over(mesh, *LEARNER["rows"]))
-    tokens = min(tokens, piece.tokens)
+    tokens = min(config.rl.logprob_chunk, piece.tokens)
     table = m.vocab_size // over(mesh, "tensor")
     head = table * (3 * 4 * tokens + m.hidden * (WEIGHT + 4 + 4))
     return max(layer, head)
 
 
-def learner_bytes(config: Config, mesh) -> Bytes:
+def _exchanged(mesh, slots: int) -> int:
+    """Bytes a value of hidden width of what travels to experts and back, both ways."""
+    return slots * (2 * 4 + HEADROOM * (2 * 4 + 2 * WEIGHT)) if mesh.shape["expert"] > 1 else 0
+
+
+def learner_bytes(config: Config, mesh, tpu: bool = True) -> Bytes:
     """An update: of the optimizer's state one is donated, and a micro-batch's gradient is added
     to the sum of those before."""
     guidance, record = record_bytes(config, mesh)
@@ -179,11 +192,11 @@ def learner_bytes(config: Config, mesh) -> Bytes:
         "guidance": guidance,
         "record": record,
         "activations": kept_bytes(config, mesh),
-        "temporary": temporary_bytes(config, mesh),
+        "temporary": temporary_bytes(config, mesh, tpu),
     }
 
 
-def generation_bytes(config: Config, mesh) -> Bytes:
+def generation_bytes(config: Config, mesh, tpu: bool = True) -> Bytes:
     """A rollout of the batch engine beside the learner's state; its weights are decoded once."""
     precision = modes.resolve(config).rollout
     guidance, record = record_bytes(config, mesh)
@@ -194,6 +207,7 @@ def generation_bytes(config: Config, mesh) -> Bytes:
     weights = config.model.hidden * config.model.expert_dim * 3 * WEIGHT
     held = max(config.model.num_experts, 1) // mesh.shape["expert"]
     prompts = -(-rows // config.rl.samples) * config.task.max_prompt
+    copies = 0 if tpu else experts_of(config, mesh, prompts).tiles * weights * 2 // 3
     return {
         "parameters": param_bytes(config, mesh, MASTER),
         "optimizer": param_bytes(config, mesh, MOMENTS),
@@ -203,6 +217,6 @@ def generation_bytes(config: Config, mesh) -> Bytes:
         "guidance": guidance,
         "record": record,
         "temporary": held * weights
-        + experts_of(config, mesh, prompts).tiles * weights * 2 // 3
+        + copies
         + 3 * 4 * rows * config.model.vocab_size // over(mesh, "tensor"),
     }

@@ -27,7 +27,7 @@ def result_of(config: Config, topology: Topology, mesh, needed, done: dict[str, 
     fits = not refused and engine_fits and max(totals.values()) <= chip.memory
     change = None
     if not fits:
-        found = fit.smallest_change(config, topology.count, chip.memory)
+        found = fit.smallest_change(config, topology)
         change = found[0] if found else []
     return {
         "topology": topology.name,

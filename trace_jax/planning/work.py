@@ -55,7 +55,17 @@ def update_work(config: Config, mesh, measured_links: float | None = None) -> Wo
         ways = mesh.shape["expert"]
         travels = piece.tokens * m.slots * m.hidden * m.num_layers * (ways - 1) / ways
         measured_links += pieces * travels * (passes - 1) * (WEIGHT + 4)
+        measured_links += pieces * _head_links(config, mesh, piece.tokens)
     return Work(flops, hbm, measured_links)
+
+
+def _head_links(config: Config, mesh, tokens: int) -> float:
+    """Every chunk of the head gathers the unembedding, twice, and sums its gradient over all."""
+    drawn = tokens * config.task.max_response / config.max_length
+    chunks = math.ceil(drawn / config.rl.logprob_chunk)
+    table = config.model.vocab_size * config.model.hidden / over(mesh, "tensor")
+    shards = over(mesh, "fsdp")
+    return chunks * table * (2 * WEIGHT + 2 * MASTER) * (shards - 1) / shards
 
 
 def decode_work(config: Config, mesh, kv_cache: int) -> Work:
