@@ -3,10 +3,10 @@
     python -m experiments.train --config=configs/quickstart_coding.py --workdir=runs/coding
 
 Not run in full yet; estimated at 15 minutes on two free cores. 8 RL steps went through from 200
-steps of the warm start (experiments/tasks): from 6 of 31 held-out problems to 7. Needs Linux with user
-namespaces: programs are isolated, or nothing runs. The warm start learns to write Python and to
-guess; what the examples mean is beyond so small a model, so RL picks the guesses that pay. It shows
-the whole path, not a model that can program.
+steps of the warm start (experiments/tasks): from 6 of 31 held-out problems to 7. Needs Linux with
+user namespaces: programs are isolated, or nothing runs. The warm start learns to write Python and
+to guess; what the examples mean is beyond so small a model, so RL picks the guesses that pay. It
+shows the whole path, not a model that can program.
 """
 
 from configs.quickstart import small
