@@ -1,15 +1,20 @@
 """Learner and engine on N devices against one: `python -m benchmarks.scale` (all GPUs of a host).
 
 In one run the same global batch is generated and learned from by one device, by all of them with
-rows cut over "data", and by all of them with experts cut over "expert" (tokens travel to their
-experts). A row has the median seconds of a weight sync, of a rollout in which every row draws its
-whole budget, and of a learner's step (forward, backward, optimizer), guided by what that rollout
-left; its speed-up over one device; and the loss, which must not depend on the devices. `split`
-is where the time went, a device, from the profiler; empty without a GPU.
+rows cut over "data", by all of them with experts cut over "expert" (tokens travel to their
+experts), and "split": the last half generates while the first half learns from the rollout
+before. A row has the median seconds of a refit (weights to the rollout's formats, and to its
+devices), of a rollout in which every row draws its whole budget, of the record's way to the
+learner, of a learner's step (forward, backward, optimizer), guided by what that rollout left, and
+of an iteration of all of it; tokens drawn a second of an iteration; bytes of record and guidance;
+its speed-up over one device and that over the devices (efficiency); and the loss, which must not
+depend on the devices. `split` is where the time went, a device, from the profiler; empty without
+a GPU.
 
-On a machine with 2 GPUs, or with `--devices=2` on one with more:
+On a machine with 2 GPUs, or with `--devices=2` on one with more; for a study 2, 4 and 8:
 
-    python -m benchmarks.scale --config=configs/qwen3_30b_a3b.py --layers=4
+    python -m benchmarks.scale --config=configs/qwen3_30b_a3b.py --layers=4 --devices=2
+    python -m benchmarks.scale_plot benchmarks/results/scale_*gpu.json
 
 The state of one device must fit it: FP32 masters, moments and gradients are 16 bytes a parameter.
 On CPU, to see that it runs:
@@ -20,6 +25,7 @@ On CPU, to see that it runs:
 Writes results/scale_{n}gpu.json (scale_{n}cpu.json): a header and the rows.
 """
 
+import concurrent.futures
 import dataclasses
 import datetime
 import gc
@@ -34,7 +40,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
 from benchmarks.gpu_profile import by_kind, kernel_times
@@ -46,6 +53,7 @@ from trace_jax.parallel import (
     rows_sharding,
     shard_params,
     shard_rows,
+    split_meshes,
     token_layout,
 )
 from trace_jax.play import shard_record
@@ -74,10 +82,20 @@ KINDS = (
 
 
 class Case(NamedTuple):
-    """A way to use devices: its name and mesh."""
+    """A way to use devices: its name, the learner's mesh and the actor's, which may be one."""
 
     name: str
     mesh: Mesh
+    actor: Mesh
+
+    @property
+    def apart(self) -> bool:
+        return self.mesh != self.actor
+
+    @property
+    def devices(self) -> list:
+        meshes = (self.mesh, self.actor)
+        return list(dict.fromkeys(d for mesh in meshes for d in mesh.devices.flat))
 
 
 def cases(devices: list) -> list[Case]:
@@ -86,7 +104,10 @@ def cases(devices: list) -> list[Case]:
         "data": (devices, MeshConfig(data=len(devices))),
         "expert": (devices, MeshConfig(data=1, expert=len(devices))),
     }
-    return [Case(name, make_mesh(config, chosen)) for name, (chosen, config) in axes.items()]
+    meshes = {name: make_mesh(config, chosen) for name, (chosen, config) in axes.items()}
+    half = len(devices) // 2
+    split = split_meshes(MeshConfig(data=len(devices) - half), half, devices)
+    return [Case(name, mesh, mesh) for name, mesh in meshes.items()] + [Case("split", *split)]
 
 
 def config_of() -> Config:
@@ -105,9 +126,10 @@ class Run:
     """Everything of one case on its devices, and one function for each part that is timed."""
 
     def __init__(self, config: Config, case: Case):
-        self.config, self.mesh = config, case.mesh
+        self.config, self.mesh, self.actor = config, case.mesh, case.actor
+        self.apart = case.apart
         mode = modes.resolve(config)
-        layout = token_layout(self.mesh, ACTOR)
+        layout = token_layout(self.actor, ACTOR)
         self.learner = Learner(config, mode, token_layout(self.mesh))
         self.engine = make_engine(
             FLAGS.engine,
@@ -120,7 +142,7 @@ class Run:
                 plan=mode.plan,
                 layout=layout,
             ),
-            mesh=self.mesh,
+            mesh=self.actor,
             slots=config.rollout.slots,
         )
         self._sync = jax.jit(lambda params: sync.to_rollout(params, mode.rollout))
@@ -128,7 +150,8 @@ class Run:
         params = shard_params(init(jax.random.key(0)), self.mesh)
         self.state = shard_params(new_state(params, self.learner.tx), self.mesh)
         self.given = self._prompts()
-        self.params = self.rollout = self.metrics = None
+        self.params = self.made = self.rollout = self.metrics = None
+        self.beside = concurrent.futures.ThreadPoolExecutor(1)
 
     def _prompts(self):
         rng, width = np.random.default_rng(0), self.config.task.max_prompt
@@ -136,15 +159,20 @@ class Run:
         rows = jnp.arange(FLAGS.prompts * FLAGS.samples, dtype=jnp.int32)
         keys = request_keys(0, 0, rows // FLAGS.samples, rows % FLAGS.samples)
         lengths = np.full(FLAGS.prompts, width, np.int32)
-        return shard_rows((tokens.astype(np.int32), lengths, keys), self.mesh, ACTOR)
+        return shard_rows((tokens.astype(np.int32), lengths, keys), self.actor, ACTOR)
 
-    def sync(self):
-        self.params = jax.block_until_ready(self._sync(self.state.params))
+    def refit(self):
+        params = self._sync(self.state.params)
+        if self.apart:
+            params = jax.device_put(params, NamedSharding(self.actor, P()))
+        self.params = jax.block_until_ready(params)
 
     def generate(self):
         version = np.int32(self.state.version)
-        rollout = self.engine(self.params, *self.given, version=version)
-        self.rollout = jax.block_until_ready(shard_record(rollout, self.mesh))
+        self.made = jax.block_until_ready(self.engine(self.params, *self.given, version=version))
+
+    def transfer(self):
+        self.rollout = jax.block_until_ready(shard_record(self.made, self.mesh))
 
     def learn(self):
         rows = FLAGS.prompts * FLAGS.samples
@@ -154,19 +182,30 @@ class Run:
         self.state, metrics = self.learner.update(self.state, self.rollout, *given, None, None)
         self.metrics = jax.device_get(metrics)
 
+    def iteration(self):
+        """All of it; apart, the next rollout is made while this one is learned from."""
+        if not self.apart:
+            return [getattr(self, part)() for part in PARTS[:-1]]
+        version = np.int32(self.state.version)
+        making = self.beside.submit(self.engine, self.params, *self.given, version=version)
+        self.learn()
+        self.made = jax.block_until_ready(making.result())
+        self.transfer()
+        self.refit()
 
-PARTS = ("sync", "generate", "learn")
+
+PARTS = ("refit", "generate", "transfer", "learn", "iteration")
 
 
 def measure(config: Config, case: Case) -> dict:
     """Median seconds of each part; the first pass compiles and gives the loss."""
-    run, first = Run(config, case), {}
+    run, first, times = Run(config, case), {}, {part: [] for part in PARTS}
     for part in PARTS:
         start = time.perf_counter()
         getattr(run, part)()
         first[part] = round(time.perf_counter() - start, 3)
-    loss = {name: float(run.metrics[name]) for name in ("loss", "grad_norm")}
-    times = {part: [] for part in PARTS}
+        if part == "learn":
+            loss = {name: float(run.metrics[name]) for name in ("loss", "grad_norm")}
     for _ in range(FLAGS.repeats):
         for part in PARTS:
             start = time.perf_counter()
@@ -175,19 +214,25 @@ def measure(config: Config, case: Case) -> dict:
     held = lambda tree: max(
         sum(s.data.nbytes for a in jax.tree.leaves(tree) for s in a.addressable_shards
             if s.device == device)
-        for device in run.mesh.devices.flat
+        for device in case.devices
     )  # fmt: skip
+    drawn = FLAGS.prompts * FLAGS.samples * config.task.max_response
+    size = lambda tree: sum(a.nbytes for a in jax.tree.leaves(tree))
     return {
         "case": case.name,
-        "devices": run.mesh.size,
+        "devices": len(case.devices),
         "mesh": dict(run.mesh.shape),
+        "generating": run.actor.size,
+        "tokens_per_second": drawn / float(np.median(times["iteration"])),
+        "record_bytes": size(run.rollout),
+        "guidance_bytes": size(run.rollout.guidance.sites),
         **{f"{part}_s": float(np.median(times[part])) for part in PARTS},
         **{f"{part}_s_all": [round(t, 5) for t in times[part]] for part in PARTS},
         "first_pass_s": first,
         **loss,
         "state_bytes_a_device": held(run.state),
         "rollout_params_bytes_a_device": held(run.params),
-        "split": {p: split(getattr(run, p), run.mesh.size) for p in ("generate", "learn")},
+        "split": {part: split(getattr(run, part), len(case.devices)) for part in PARTS},
     }
 
 
@@ -210,6 +255,7 @@ def compare(rows: list[dict]) -> None:
     for row in rows:
         for part in PARTS:
             row[f"{part}_speedup"] = round(one[f"{part}_s"] / row[f"{part}_s"], 3)
+        row["efficiency"] = round(row["iteration_speedup"] / row["devices"], 3)
         row["loss_off_by"] = abs(row["loss"] - one["loss"])
 
 
@@ -219,7 +265,7 @@ def main(_):
         raise app.UsageError(f"{len(devices)} device is visible; run this where there are two")
     config, rows, skipped = config_of(), [], {}
     for case in cases(devices):
-        if FLAGS.engine == "continuous" and (reason := refusal(case.mesh)):
+        if FLAGS.engine == "continuous" and (reason := refusal(case.actor)):
             skipped[case.name] = reason
             continue
         rows.append(measure(config, case))
