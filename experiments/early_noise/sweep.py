@@ -2,7 +2,7 @@
 
 from experiments.studies import SMALL, SMALLER, study
 
-OVERRIDES = (*SMALLER, ("warmup.steps", 100))
+OVERRIDES = (*SMALLER, ("warmup.steps", 200))
 METHODS = ("bf16", "naive", "qat", "trace", "trace_all")
 ROWS = [(f"{m}, noise 0.01", m, {"rollout.engine_noise": 0.01}) for m in METHODS]
 ROWS += [(f"{m}, noise 0", m, {}) for m in ("bf16", "naive")]
