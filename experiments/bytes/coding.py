@@ -13,16 +13,15 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from scipy.special import ndtr
 
 from experiments import cli, results
 from trace_jax.fp4 import formats, quantize_site
 from trace_jax.fp4.formats import NVFP4
 
-ROWS = flags.DEFINE_integer("rows", 2048, "Rows of values.", lower_bound=1)
+ROWS = 2048
 WIDTH = 2048  # values a row, which has one outer scale
-OUT = flags.DEFINE_string("out", "experiments/bytes/coding.jsonl", "Result file; replaced.")
+OUT = Path(__file__).with_name("coding.jsonl")
 
 NOISES = (0.002, 0.01)
 ABSOLUTE = (0.02, 0.05, 0.1, 0.2)  # half widths in steps
@@ -138,13 +137,12 @@ def table(rows: list[dict]) -> str:
 
 
 def main():
-    out = Path(OUT.value)
-    facts = results.provenance() | {"seed": 0, "values": ROWS.value * WIDTH}
-    rows = [row | facts for noise in NOISES for row in measure(noise, ROWS.value)]
-    results.write_rows(out, rows)
-    results.replace_section(out.parent / "README.md", "coding", table(rows))
+    facts = results.provenance() | {"seed": 0, "values": ROWS * WIDTH}
+    rows = [row | facts for noise in NOISES for row in measure(noise, ROWS)]
+    results.write_rows(OUT, rows)
+    results.replace_section(OUT.parent / "README.md", "coding", table(rows))
     print(table(rows))
-    cli.print_json({"results": str(out), "rows": len(rows)})
+    cli.print_json({"results": str(OUT), "rows": len(rows)})
 
 
 if __name__ == "__main__":
