@@ -16,6 +16,7 @@ from trace_jax.rl.logprobs import chunked_logprobs
 from trace_jax.rl.mismatch import logprob_ledger
 from trace_jax.rollout import Engine, EngineConfig, Rollout
 from trace_jax.rollout.sampling import request_keys
+from trace_jax.trainer import Trainer
 
 Formats = tuple[LayerPrecision, ...]
 
@@ -39,6 +40,22 @@ class Subject(NamedTuple):
     @property
     def rows(self) -> int:
         return self.prompts.shape[0] * self.samples
+
+
+def subject_of(trainer: Trainer, params: dict, step: int) -> Subject:
+    """Parameters of a run on the prompts that it has at an RL step."""
+    config, prompts = trainer.config, trainer.actor.prompts(step)
+    return Subject(
+        config.model,
+        params,
+        prompts.tokens,
+        prompts.lengths,
+        config.rl.samples,
+        config.task.max_response,
+        trainer.actor.tokenizer.eos_ids,
+        config.rollout.temperature,
+        config.rl.logprob_chunk,
+    )
 
 
 def sampler(subject: Subject, formats: Formats, noise: float):

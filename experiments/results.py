@@ -53,7 +53,15 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def replace_section(path: Path, name: str, text: str) -> None:
-    """Puts `text` between the markers <!-- name --> and <!-- /name --> of a Markdown file."""
+    """Puts `text` between the markers <!-- name --> and <!-- /name --> of a Markdown file.
+
+    Without the file it does nothing: results that are sent elsewhere have no page beside them.
+
+    Raises:
+      ValueError: a file without the markers.
+    """
+    if not path.exists():
+        return
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     old = path.read_text()
     head, found, rest = old.partition(start)

@@ -206,8 +206,7 @@ def report(sweep, runs: list[Run], out: Path) -> str:
     mine = [r for r in results.read_rows(out / "results.jsonl") if Sweep._key(r) in wanted]
     labels = [label for label, *_ in sweep.rows]
     shown = rows.table(mine, labels, sweep.columns)
-    if (out / "README.md").exists():
-        results.replace_section(out / "README.md", sweep.name, shown)
+    results.replace_section(out / "README.md", sweep.name, shown)
     rows.draw(mine, labels, out / f"{sweep.name}.png", out.name)
     return shown
 

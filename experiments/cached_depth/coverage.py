@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import trace_jax
 from experiments import cli, results
-from experiments.forwards import Subject, comparison, sampler
+from experiments.forwards import Subject, comparison, sampler, subject_of
 from experiments.prompts import PROMPTS
 from trace_jax.fp4 import BF16_POLICY, NO_GUIDANCE, SITES, GuidancePlan, PrecisionPolicy, Rule
 from trace_jax.loop import warm_start
@@ -121,19 +121,7 @@ def of_config(config) -> Subject:
     """The warm start of a configuration on the prompts of its first RL step."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config, Path(folder))
-        params = warm_start(trainer)
-        prompts = trainer.actor.prompts(0)
-        return Subject(
-            config.model,
-            params,
-            prompts.tokens,
-            prompts.lengths,
-            config.rl.samples,
-            config.task.max_response,
-            trainer.actor.tokenizer.eos_ids,
-            config.rollout.temperature,
-            config.rl.logprob_chunk,
-        )
+        return subject_of(trainer, warm_start(trainer), 0)
 
 
 def measure(subject: Subject, head: dict, facts: dict, out: Path) -> None:

@@ -14,7 +14,7 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments import cli, results
-from experiments.forwards import Subject, comparison, sampler
+from experiments.forwards import Subject, comparison, sampler, subject_of
 from trace_jax import modes
 from trace_jax.config import Config, freeze
 from trace_jax.fp4 import NO_GUIDANCE, SITES, GuidancePlan
@@ -60,19 +60,7 @@ def of_run(folder: Path) -> tuple[Subject, Config, int]:
     config = freeze(json.loads((folder / "config.json").read_text()))
     trainer = Trainer(config, folder)
     step, state, _ = trainer.restore(trainer.start(trainer.fresh_params()))
-    prompts = trainer.actor.prompts(step)
-    subject = Subject(
-        config.model,
-        state["train"].params,
-        prompts.tokens,
-        prompts.lengths,
-        config.rl.samples,
-        config.task.max_response,
-        trainer.actor.tokenizer.eos_ids,
-        config.rollout.temperature,
-        config.rl.logprob_chunk,
-    )
-    return subject, config, step
+    return subject_of(trainer, state["train"].params, step), config, step
 
 
 def compared(subject: Subject, config: Config, step: int, noise: float) -> Iterator[dict]:
