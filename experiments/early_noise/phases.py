@@ -47,11 +47,12 @@ def measure(runs: list[Run], folder: Path, start: Path) -> dict:
     """Trains both halves from the warm start in `start`: the row of the second."""
     params = None
     for part, run in enumerate(runs):
-        into = dataclasses.replace(run.config.warmup, init_from=str(start))
-        config = dataclasses.replace(run.config, warmup=into)
-        result = train(config, folder / f"{run.name}-{part}", params=params)
+        begin = dataclasses.replace(run.config.warmup, init_from=str(start))
+        config = dataclasses.replace(run.config, warmup=begin)
+        into = folder / f"{run.name}-{part}"
+        result = train(config, into, resume=into.exists(), params=params)
         params = result.params
-    row = rows.row_of(runs[-1], folder / f"{run.name}-{part}", cli.summary(result, None))
+    row = rows.row_of(runs[-1], into, cli.summary(result, None))
     return row | {"method": run.label}
 
 
@@ -60,8 +61,7 @@ def main():
     have = {(r["label"], r["seed"]) for r in results.read_rows(out)}
     wanted = [(*pair, seed) for seed in range(SEEDS.value) for pair in PHASES]
     start = folder / "warm"
-    if not start.exists():
-        warm(halves(*PHASES[0], 0)[0].config, start)
+    warm(halves(*PHASES[0], 0)[0].config, start)  # at once, if it is there
     for first, second, seed in tqdm(wanted, desc="rows", disable=None):
         if (label_of(first, second), seed) not in have:
             row = measure(halves(first, second, seed), folder, start)
