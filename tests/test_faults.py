@@ -1,6 +1,6 @@
 """Kills, full disks and damage: no step is lost beyond the last save, no wrong state accepted.
 
-CI kills a few times; TRACE_JAX_KILLS=20 python -m pytest tests/test_faults.py kills 20 runs while
+CI kills three runs and three writers; TRACE_JAX_KILLS=20 python -m pytest tests/test_faults.py kills 20 runs while
 they train and 20 writers while they save.
 """
 
