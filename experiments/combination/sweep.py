@@ -19,4 +19,4 @@ ROWS += [("trace, routes not replayed", "trace", {"rl.routing_replay": False})]
 
 
 def get_config():
-    return study(SMALL, ROWS, seeds=1, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=3, overrides=OVERRIDES)

@@ -13,4 +13,4 @@ ROWS = [(m, m, {}) for m in ("bf16", "naive", "qat", "trace", "trace_all")]
 
 
 def get_config():
-    return study(SMALL, ROWS, seeds=1, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=3, overrides=OVERRIDES)

@@ -2,7 +2,7 @@
 
 from experiments.studies import SMALL, SMALLER, study
 
-OVERRIDES = (*SMALLER, ("warmup.steps", 200))
+OVERRIDES = (*SMALLER, ("warmup.steps", 250))
 METHODS = ("bf16", "naive", "qat", "trace", "trace_all")
 ROWS = [(f"{m}, noise 0.01", m, {"rollout.engine_noise": 0.01}) for m in METHODS]
 ROWS += [(f"{m}, noise 0", m, {}) for m in ("bf16", "naive")]
@@ -18,4 +18,4 @@ COLUMNS = (
 
 
 def get_config():
-    return study(SMALL, ROWS, seeds=1, columns=COLUMNS, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=3, columns=COLUMNS, overrides=OVERRIDES)

@@ -22,4 +22,4 @@ ROWS += [
 
 
 def get_config():
-    return study(SMALL, ROWS, seeds=1, overrides=SMALLER, name="small")
+    return study(SMALL, ROWS, seeds=3, overrides=SMALLER, name="small")

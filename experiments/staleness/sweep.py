@@ -18,4 +18,4 @@ ROWS += [
 
 
 def get_config():
-    return study(SMALL, ROWS, seeds=1, overrides=OVERRIDES)
+    return study(SMALL, ROWS, seeds=3, overrides=OVERRIDES)
