@@ -4,7 +4,7 @@ from experiments.studies import SMALL, SMALLER, study
 
 STEPS = 240  # naive FP4 of the paper's models collapses at about 150
 OVERRIDES = (*SMALLER, ("rl.steps", STEPS), ("rollout.engine_noise", 0.01))
-METHODS = ("bf16", "naive", "tis", "qat", "w4a16", "trace", "trace_all")
+METHODS = ("naive", "qat", "trace_all", "bf16", "trace", "w4a16", "tis")
 ROWS = [(m, m, {}) for m in METHODS]
 
 
