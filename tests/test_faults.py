@@ -1,7 +1,7 @@
 """Kills, full disks and damage: no step is lost beyond the last save, no wrong state accepted.
 
-CI kills three runs and three writers; TRACE_JAX_KILLS=20 python -m pytest tests/test_faults.py kills 20 runs while
-they train and 20 writers while they save.
+CI kills three runs and three writers; TRACE_JAX_KILLS=20 python -m pytest tests/test_faults.py
+kills 20 runs while they train and 20 writers while they save.
 """
 
 import os

@@ -45,6 +45,10 @@ def _numbers(values: list) -> str:
     return " ".join(f"{float(v):g}" for v in values)
 
 
+def _matrix(rows: list) -> str:
+    return "\n".join(" ".join(map(str, row)) for row in rows)
+
+
 def _sort_numbers(entry: Entry) -> str:
     return f"sort {_up_or_down(entry)} {_numbers(entry['metadata']['original_numbers'])} ="
 
@@ -78,6 +82,7 @@ TEMPLATES: dict[str, Template] = {
     ),
     "products": _EXPRESSION,
     "simple_equations": Template(_field("{equation}, {variable} =")),
+    "spiral_matrix": Template(lambda e: f"spiral\n{_matrix(e['metadata']['matrix'])}\n="),
     "spell_backward": Template(_field("reverse {word} =")),
     # The scorer reads only as many words as it expects and ignores what follows.
     "word_sorting": Template(
