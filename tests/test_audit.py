@@ -29,6 +29,7 @@ def codes_of() -> dict[str, Codes]:
             np.full((*shape, width), 3, np.uint8),
             np.full((*shape, width // 16), ONE, np.uint8),
             np.full((*shape, 1), 4.0, np.float32),
+            np.ones((*shape, 1), np.uint8),
         )
 
     return {site: one(*shape) for site, shape in SHAPES.items()}

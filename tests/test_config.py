@@ -172,7 +172,7 @@ REFUSED = [
     ({"guidance.layers": "0,4"}, "config: layers (0, 4): the model has layers 0 to 3"),
     ({"guidance.sites": ("k", "q")}, "config: guidance plan: sites ['q'] are unknown"),
     ({"guidance.bits": 2}, "config: guidance plan: bits is 2; write 0, 1 or 4"),
-    ({"guidance.scale_bits": 4}, "config: guidance plan: scale_bits is 4; write 8 or 2"),
+    ({"guidance.scale_bits": 4}, "config: guidance plan: scale_bits is 4; write 8, 2 or 1"),
     ({"guidance.guard": 0.6}, "config: guidance plan: guard is 0.6; write"),
     ({"guidance.guard": -0.1}, "config: guidance plan: guard is -0.1; write"),
     ({"guidance.fade": 1.0}, "config: guidance plan: fade is 1.0; write"),

@@ -108,7 +108,7 @@ def test_select_layers_knows_how_many_layers_there_are(spec):
     [
         ({"sites": ("expert_in", "q")}, r"sites \['q'\] are unknown; write some of expert_in"),
         ({"bits": 2}, "bits is 2; write 0, 1 or 4"),
-        ({"scale_bits": 4}, "scale_bits is 4; write 8 or 2"),
+        ({"scale_bits": 4}, "scale_bits is 4; write 8, 2 or 1"),
         ({"rounding": "copy"}, "rounding is 'copy'; write nearest or replay"),
         ({"rounding": "replay"}, "needs the rollout's whole codes; write bits=4, not 1"),
         ({"on_stale": "ignore"}, "on_stale is 'ignore'; write obey, fade or drop"),
@@ -163,7 +163,7 @@ def test_low_scale_bits_are_packed_four_a_byte_low_bits_first():
 
 @pytest.mark.parametrize("width", [1, 7, 8, 13, 77, 256])
 @pytest.mark.parametrize("bits", [0, 1, 4])
-@pytest.mark.parametrize("scale_bits", [2, 8])
+@pytest.mark.parametrize("scale_bits", [1, 2, 8])
 def test_hints_undo_compact_for_any_width(width, bits, scale_bits):
     rng = np.random.default_rng(width)
     codes = rng.integers(0, 16, (3, width), dtype=np.uint8)
@@ -232,6 +232,7 @@ PLANS = {
     "four_bit": GuidancePlan(bits=4),
     "replay": GuidancePlan(bits=4, rounding="replay"),
     "one_bit_2bit_scales": GuidancePlan(scale_bits=2),
+    "one_bit_1bit_scales": GuidancePlan(scale_bits=1),
 }
 
 
@@ -278,9 +279,12 @@ def test_2_bit_scales_are_refused_for_4_over_6():
         run(*noisy_pair(0.01), PLANS["one_bit_2bit_scales"], FOUR_OVER_SIX)
 
 
-@pytest.mark.parametrize(("noise", "wrong"), [(0.0, 0), (0.01, 0), (0.03, 1e-4)])
-def test_2_bit_scales_recover_the_rollouts_scale_under_noise(noise, wrong):
-    plan = PLANS["one_bit_2bit_scales"]
+@pytest.mark.parametrize(
+    ("bits", "noise", "wrong"),
+    [(2, 0.0, 0), (2, 0.01, 0), (2, 0.03, 1e-4), (1, 0.0, 0), (1, 0.01, 0), (1, 0.03, 0.04)],
+)
+def test_low_scale_bits_recover_the_rollouts_scale_under_noise(bits, noise, wrong):
+    plan = PLANS[f"one_bit_{bits}bit_scales"]
     rollout, trainer, alone = run(*noisy_pair(noise, rows=4096), plan)
     off = scales_of(trainer, POW2) != scales_of(rollout, POW2)
     assert off.mean() <= wrong
@@ -288,16 +292,17 @@ def test_2_bit_scales_recover_the_rollouts_scale_under_noise(noise, wrong):
         assert (scales_of(alone, POW2) != scales_of(rollout, POW2)).mean() > 0.05
 
 
-def test_2_bit_scales_survive_a_crossed_binade():
-    """The trainer keeps its own outer scale: a factor of 2 is 8 bytes, which 2 bits absorb."""
-    rollout, trainer, alone = run(*crossing_pair(), PLANS["one_bit_2bit_scales"])
+@pytest.mark.parametrize("bits", [1, 2])
+def test_low_scale_bits_survive_a_crossed_binade(bits):
+    """The trainer keeps its own outer scale: a factor of 2 is 8 bytes, which low bits absorb."""
+    rollout, trainer, alone = run(*crossing_pair(), PLANS[f"one_bit_{bits}bit_scales"])
     assert (np.asarray(alone.outer) != rollout.outer).all()
     np.testing.assert_array_equal(scales_of(trainer, POW2), scales_of(rollout, POW2))
     np.testing.assert_array_equal(values_of(trainer), values_of(rollout))
 
 
 @pytest.mark.parametrize("fmt", [POW2, MXFP4], ids=lambda f: f.name)
-@pytest.mark.parametrize("name", ["one_bit", "four_bit", "replay", "one_bit_2bit_scales"])
+@pytest.mark.parametrize("name", ["one_bit", "four_bit", "replay", "one_bit_1bit_scales"])
 def test_at_1_percent_noise_guided_codes_are_the_rollouts_and_own_ones_are_not(name, fmt):
     rollout, trainer, alone = run(*noisy_pair(0.01), PLANS[name], fmt)
     np.testing.assert_array_equal(trainer.codes, rollout.codes)

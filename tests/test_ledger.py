@@ -21,7 +21,8 @@ def codes_of(seed: int = 0) -> dict[str, Codes]:
         shape = (LAYERS, ROWS, LENGTH, rows)
         codes = rng.integers(1, 8, (*shape, width), dtype=np.uint8)
         scales = np.full((*shape, -(-width // 16)), 56, np.uint8)  # 56 is 1.0 in E4M3
-        return Codes(codes, scales, np.ones((*shape, 1), np.float32))
+        one = np.ones((*shape, 1), np.uint8)
+        return Codes(codes, scales, np.float32(one), one)
 
     return {site: one(*shape) for site, shape in WIDTHS.items()}
 
@@ -85,6 +86,7 @@ def test_equal_sides_agree_everywhere_and_absent_sites_are_left_out():
     found = ledger(trainer)
     names = {f"agreement/{site}/layer{i}" for site in ("expert_in", "expert_mid") for i in (0, 1)}
     names |= {"agreement/mean", "routes/agreement/layer0", "routes/agreement/layer1"}
+    assert found.pop("guidance/unsolved") == 0.0
     assert set(found) == names and set(found.values()) == {1.0}
 
 
@@ -94,7 +96,7 @@ def test_one_flipped_code_counts_once_at_its_layer_and_site():
     assert found["agreement/expert_in/layer1"] == pytest.approx(1 - 1 / (fed * 32), abs=1e-6)
     assert found["agreement/mean"] == pytest.approx(1 - 1 / (fed * 32) / 6, abs=1e-6)
     others = {k: v for k, v in found.items() if k not in ("agreement/expert_in/layer1",)}
-    del others["agreement/mean"]
+    del others["agreement/mean"], others["guidance/unsolved"]
     assert set(others.values()) == {1.0}
 
 
@@ -125,3 +127,12 @@ def test_routes_are_compared_as_sets_where_they_were_recorded():
     assert found["routes/agreement/layer0"] == 1.0
     assert found["routes/agreement/layer1"] == pytest.approx(1 - 1 / 8)
     assert NOT_RECORDED == -1
+
+
+def test_rows_whose_checks_fail_are_counted():
+    codes = codes_of()
+    holds = codes["expert_mid"].holds.copy()
+    holds[1, 0, 1, 0] = holds[0, 1, LENGTHS[1] - 1] = 0  # the second lies beyond what was fed
+    found = ledger(codes | {"expert_mid": codes["expert_mid"]._replace(holds=holds)})
+    rows = LAYERS * 2 * (LENGTHS[:ROWS] - 1).sum()
+    np.testing.assert_allclose(found["guidance/unsolved"], 1 / rows / len(WIDTHS), rtol=1e-6)

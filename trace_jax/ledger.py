@@ -37,8 +37,8 @@ def code_ledger(
       layers: {site: layers that have it}, which the names count; None is all from 0 on.
 
     Returns:
-      {"agreement/<site>/layer<l>", "agreement/mean", "routes/agreement/layer<l>"}:
-      device scalars.
+      {"agreement/<site>/layer<l>", "agreement/mean", "routes/agreement/layer<l>",
+      "guidance/unsolved" (share of rows whose parity checks do not hold)}: device scalars.
     """
     rows = live_routes.shape[1]
     valid = fed_tokens(rollout)[:rows].reshape(-1)
@@ -46,7 +46,7 @@ def code_ledger(
     def by_token(a):
         return a.reshape(a.shape[0], -1, *a.shape[3:])
 
-    metrics, shares = {}, []
+    metrics, shares, unsolved = {}, [], []
     for site in sorted(set(trainer) & set(rollout.audit)):
         share = agreement(
             canonical(by_token(rollout.audit[site].codes)),
@@ -56,8 +56,12 @@ def code_ledger(
         names = range(len(share)) if layers is None else layers[site]
         metrics |= {f"agreement/{site}/layer{i}": s for i, s in zip(names, share, strict=True)}
         shares.append(jnp.mean(share))
+        failed = (by_token(trainer[site].holds) == 0) & valid[None, :, None, None]
+        rows_of = failed.size / valid.size  # of a token
+        unsolved.append(jnp.sum(failed) / (rows_of * jnp.maximum(jnp.sum(valid), 1)))
     if shares:
         metrics["agreement/mean"] = jnp.mean(jnp.stack(shares))
+        metrics["guidance/unsolved"] = jnp.mean(jnp.stack(unsolved))
     routes = rollout.routes[:, :rows].astype(jnp.int32)
     live = jnp.where(routes == NOT_RECORDED, NOT_RECORDED, live_routes)
     share = route_agreement(by_token(routes), by_token(live), valid)

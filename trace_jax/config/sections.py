@@ -102,6 +102,7 @@ class GuidanceConfig:
     bits: int = 1
     rounding: str = "nearest"
     scale_bits: int = 8
+    checks: float = 0.0
     guard: float = 0.0
     on_stale: str = "obey"
     fade: float = 0.5

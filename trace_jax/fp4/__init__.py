@@ -20,11 +20,12 @@ from trace_jax.fp4.guidance import (
     Quantized,
     SiteGuidance,
     SiteShape,
+    as_planned,
     compact,
     guidance_bytes_per_token,
     quantize_site,
+    row_checks,
     select_layers,
-    with_small_scales,
 )
 from trace_jax.fp4.hadamard import hadamard
 from trace_jax.fp4.policy import BF16_POLICY, LayerPrecision, PrecisionPolicy, Rule

@@ -13,6 +13,7 @@ whenever a row maximum crosses a binade between the two sides.
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -21,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from trace_jax.fp4 import formats
+from trace_jax.fp4 import formats, syndrome
 from trace_jax.fp4.formats import NVFP4, Format
-from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round, straight_through
+from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round, midpoints, straight_through
 
 SITES = ("expert_in", "expert_mid", "k", "v")
 
@@ -90,8 +91,12 @@ class GuidancePlan:
       rounding: "nearest", the paper's rule: of the two codewords around the
         trainer's own value, the one nearest to the rollout's; "replay", the
         rollout's codeword itself (needs 4 bits).
-      scale_bits: 8, or 2 (low bits of the scale byte; the trainer's own block
+      scale_bits: 8, or 2 or 1 (low bits of the scale byte; the trainer's own block
         maximum settles the rest).
+      checks: 0, or the share of a row's values that may be near a midpoint on the
+        trainer's side: parity checks for so many are sent in place of the bits, see
+        `trace_jax.fp4.syndrome`. Rows too short to gain by it send the bits. A row whose
+        checks do not hold is rounded to nearest, on the rollout's scales.
       guard: None, or obey a bit only within this many steps (0..0.5) of the
         rounding midpoint.
       on_stale: guidance of an older policy version is obeyed ("obey"), obeyed
@@ -103,7 +108,8 @@ class GuidancePlan:
     sites: tuple[str, ...] = ("expert_in", "k", "v")
     bits: Literal[0, 1, 4] = 1
     rounding: Literal["nearest", "replay"] = "nearest"
-    scale_bits: Literal[8, 2] = 8
+    scale_bits: Literal[8, 2, 1] = 8
+    checks: float = 0.0
     guard: float | None = None
     on_stale: Literal["obey", "fade", "drop"] = "obey"
     fade: float = 0.5
@@ -120,7 +126,15 @@ class GuidancePlan:
             ),
             (not unknown, f"sites {unknown} are unknown; write some of {', '.join(SITES)}"),
             (self.bits in (0, 1, 4), f"bits is {self.bits}; write 0, 1 or 4"),
-            (self.scale_bits in (2, 8), f"scale_bits is {self.scale_bits}; write 8 or 2"),
+            (self.scale_bits in (1, 2, 8), f"scale_bits is {self.scale_bits}; write 8, 2 or 1"),
+            (
+                0 <= self.checks < 1,
+                f"checks is {self.checks}; write the share of values in doubt, such as 0.05, or 0",
+            ),
+            (
+                not self.checks or self.bits == 1,
+                f"checks stand for one bit a value; write bits=1, not {self.bits}",
+            ),
             (
                 self.rounding in ("nearest", "replay"),
                 f"rounding is {self.rounding!r}; write nearest or replay",
@@ -179,9 +193,19 @@ def guidance_bytes_per_token(
     total = 0.0
     for site, layers in plan.site_layers(shapes, model_config.num_layers).items():
         _, rows, width = shapes[site]
-        bits = width * plan.bits + formats.num_blocks(width, format) * plan.scale_bits
+        bits = row_checks(plan, width) or width * plan.bits
+        bits += formats.num_blocks(width, format) * plan.scale_bits
         total += len(layers) * rows * bits / 8
     return total
+
+
+def row_checks(plan: GuidancePlan, width: int) -> int:
+    """Parity checks that stand for the bits of a row; 0 where the bits are sent."""
+    return syndrome.checks_of(_whole_bytes(width), plan.checks) if plan.checks else 0
+
+
+def _whole_bytes(bits: int) -> int:
+    return bits + -bits % 8
 
 
 # --- the stored record ---------------------------------------------------------
@@ -192,9 +216,9 @@ class SiteGuidance:
     """Guidance of one site; leading axes as the caller has them.
 
     Attributes:
-      bits: uint8 [..., ceil(width / 8)] (one bit), [..., ceil(width / 2)] (codes),
-        or None (scales alone); low bits first.
-      scales: uint8 [..., blocks] or, with 2-bit scales, [..., ceil(blocks / 4)].
+      bits: uint8 [..., ceil(width / 8)] (one bit), [..., checks / 8] (parity checks of
+        them), [..., ceil(width / 2)] (codes), or None (scales alone); low bits first.
+      scales: uint8 [..., blocks] or, with N-bit scales, [..., ceil(blocks N / 8)].
     """
 
     bits: jax.Array | None
@@ -209,17 +233,22 @@ def compact(codes: jax.Array, scale_bytes: jax.Array, plan: GuidancePlan) -> Sit
         bits = formats.pack(_pad_to(codes, 2))
     else:
         bits = None
-    return with_small_scales(SiteGuidance(bits, scale_bytes), plan)
+    return as_planned(SiteGuidance(bits, scale_bytes), plan)
 
 
-def with_small_scales(stored: SiteGuidance, plan: GuidancePlan) -> SiteGuidance:
-    """`stored`, whose scales are whole bytes, with scales as `plan` says."""
-    if plan.scale_bits == 8:
-        return stored
-    low = _pad_to(stored.scales & jnp.uint8(3), 4)
-    low = low.reshape(*low.shape[:-1], -1, 4)
-    packed = low[..., 0] | low[..., 1] << 2 | low[..., 2] << 4 | low[..., 3] << 6
-    return SiteGuidance(stored.bits, packed)
+def as_planned(stored: SiteGuidance, plan: GuidancePlan) -> SiteGuidance:
+    """`stored`, which has a row's own bits and whole scale bytes, as `plan` sends it."""
+    bits, scales = stored.bits, stored.scales
+    if plan.checks and (checks := row_checks(plan, 8 * bits.shape[-1])):
+        bits = syndrome.syndrome(formats.unpack(bits, 1), checks)
+    if plan.scale_bits < 8:
+        each = 8 // plan.scale_bits
+        low = _pad_to(scales & jnp.uint8((1 << plan.scale_bits) - 1), each)
+        low = low.reshape(*low.shape[:-1], -1, each)
+        scales = functools.reduce(
+            jnp.bitwise_or, (low[..., i] << i * plan.scale_bits for i in range(each))
+        )
+    return SiteGuidance(bits, scales)
 
 
 def hints(stored: SiteGuidance, plan: GuidancePlan, width: int) -> jax.Array | None:
@@ -229,21 +258,26 @@ def hints(stored: SiteGuidance, plan: GuidancePlan, width: int) -> jax.Array | N
     return formats.unpack(stored.bits, plan.bits)[..., :width]
 
 
-def _pad_to(x, multiple):
+def _pad_to(x, multiple, value=0):
     pad = -x.shape[-1] % multiple
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
+    short = [(0, 0)] * (x.ndim - 1) + [(0, pad)]
+    return jnp.pad(x, short, constant_values=value) if pad else x
 
 
 # --- both sides' quantization of a site ------------------------------------------
 
 
 class Quantized(NamedTuple):
-    """A site's outcome: BF16 values, codes [..., width], scale bytes, outer [..., 1]."""
+    """A site's outcome: BF16 values, codes [..., width], scale bytes, outer [..., 1].
+
+    holds: uint8 [..., 1], 0 where a row was sent parity checks that do not hold.
+    """
 
     value: jax.Array
     codes: jax.Array
     scale_bytes: jax.Array
     outer: jax.Array
+    holds: jax.Array
 
 
 class Guide(NamedTuple):
@@ -271,26 +305,25 @@ def quantize_site(x: jax.Array, fmt: Format, guide: Guide | None = None) -> Quan
     x = jax.lax.stop_gradient(formats.fp32_source(x, jnp.bfloat16))
     own = formats.scaled(x, fmt)
     u, scale_bytes, outer = own.u, own.scale_bytes, own.outer
-    spec, hint, guard, obey = NEAREST, None, None, None
+    spec, hint, guard, obey, holds = NEAREST, None, None, None, jnp.ones_like(outer, jnp.uint8)
     if guide is not None:
         obey = guide.obey[..., None]
         received, received_outer = _received(guide, own, fmt)
         scale_bytes = jnp.where(obey, received, scale_bytes)
         outer = jnp.where(obey, received_outer, outer)
         u = formats.divide(own.x, outer[..., None])
-        spec = Rounding(guide.plan.mode)
-        hint = hints(guide.stored, guide.plan, width)
-        hint = None if hint is None else formats.to_blocks(hint, fmt)
-        guard = None if guide.guard is None else guide.guard[..., None, None]
-        obey = obey[..., None]
     scale = formats.scale_of_values(scale_bytes, fmt)
+    if guide is not None:
+        spec = Rounding(guide.plan.mode)
+        hint, obeyed = _told(guide, u, scale, fmt, width)
+        holds, obey = (obeyed == obey).astype(jnp.uint8), obeyed[..., None]
+        guard = None if guide.guard is None else guide.guard[..., None, None]
     value, codes = fp4_round(spec, u, scale, hint, guard, obey)
     value = (formats.from_blocks(value, width) * outer).astype(jnp.bfloat16)
     if fmt.residual:
         value = _with_residual(x, value, fmt)
-    return Quantized(
-        straight_through(source, value), formats.from_blocks(codes, width), scale_bytes, outer
-    )
+    codes = formats.from_blocks(codes, width)
+    return Quantized(straight_through(source, value), codes, scale_bytes, outer, holds)
 
 
 def _with_residual(x: jax.Array, value: jax.Array, fmt: Format) -> jax.Array:
@@ -308,22 +341,40 @@ def _with_residual(x: jax.Array, value: jax.Array, fmt: Format) -> jax.Array:
     return (value.astype(jnp.float32) + second.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def _told(guide: Guide, u: jax.Array, scale: jax.Array, fmt: Format, width: int):
+    """(uint8 of u's shape or None, bool [..., 1]): what rounding consumes, and in which rows.
+
+    u: FP32 [..., blocks, block], the trainer's values, beside the rollout's scales.
+    """
+    obey = guide.obey[..., None]
+    if not row_checks(guide.plan, width):
+        hint = hints(guide.stored, guide.plan, width)
+        return None if hint is None else formats.to_blocks(hint, fmt), obey
+    own = formats.mantissa_bits(formats.encode_e2m1(u, scale))
+    magnitude, middle, _ = midpoints(u, scale)
+    doubt = jnp.abs(magnitude - middle) / middle  # noise of a product's inputs is relative
+    own, doubt = (formats.from_blocks(a, width) for a in (own, doubt))
+    bits, holds = syndrome.recover(guide.stored.bits, _pad_to(own, 8), _pad_to(doubt, 8, jnp.inf))
+    return formats.to_blocks(bits[..., :width], fmt), obey & holds[..., None]
+
+
 def _received(guide: Guide, own: formats.Scaled, fmt: Format) -> tuple[jax.Array, jax.Array]:
     """The rollout's scale bytes and outer scale, as far as what was sent tells them."""
-    pow2, outer = fmt.outer == "pow2", own.outer
-    if guide.plan.scale_bits == 8:
+    pow2, outer, bits = fmt.outer == "pow2", own.outer, guide.plan.scale_bits
+    if bits == 8:
         received = guide.stored.scales
         return received, _received_outer(received, own.amax, fmt) if pow2 else outer
     if fmt.scale_rule == "four_over_six":
         raise ValueError(
-            "guidance plan: 2 bits cannot tell the two scales of 4-over-6 apart; write scale_bits=8"
+            f"guidance plan: {bits} bits cannot tell the two scales of 4-over-6 apart; "
+            "write scale_bits=8"
         )
-    low = formats.unpack(guide.stored.scales, 2)[..., : own.scale_bytes.shape[-1]].astype(jnp.int32)
-    mine = own.scale_bytes.astype(jnp.int32)
-    up = (low - mine) % 4
-    # Two up is two down; the side on which the own byte was rounded decides.
+    low = formats.unpack(guide.stored.scales, bits)[..., : own.scale_bytes.shape[-1]]
+    mine, turn = own.scale_bytes.astype(jnp.int32), 1 << bits
+    up = (low.astype(jnp.int32) - mine) % turn
+    # Half the way up is half the way down; the side on which the own byte was rounded decides.
     above = own.top > formats.E2M1_MAX * formats.decode_scale(own.scale_bytes, fmt)
-    nearest = mine + jnp.where((up > 2) | ((up == 2) & ~above), up - 4, up)
+    nearest = mine + jnp.where((2 * up > turn) | ((2 * up == turn) & ~above), up - turn, up)
     if pow2:
         # Beyond the last byte the rollout was on the next outer scale, which is 8 bytes.
         over = jnp.any(nearest > 126, axis=-1, keepdims=True)

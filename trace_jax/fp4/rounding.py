@@ -37,6 +37,14 @@ class Rounding:
 NEAREST = Rounding()
 
 
+def midpoints(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """FP32: |x / scale|, at most 6; the midpoint between its neighbours; their distance."""
+    low, _ = formats.bracket_e2m1(x, scale)
+    magnitude = jnp.minimum(jnp.abs(formats.divide(x, scale)), formats.E2M1_MAX)
+    step = formats.grid_step(magnitude)
+    return magnitude, jnp.abs(formats.decode_e2m1(low)) + 0.5 * step, step
+
+
 def _guided(x, scale, hint, guard, mode: Mode):
     """Signed codes of the bracket's end that the hint asks for."""
     low, high = formats.bracket_e2m1(x, scale)
@@ -48,9 +56,7 @@ def _guided(x, scale, hint, guard, mode: Mode):
         take_low = jnp.abs(below - wanted) <= jnp.abs(above - wanted)
     chosen = jnp.where(take_low, low, high)
     if guard is not None:
-        magnitude = jnp.minimum(jnp.abs(formats.divide(x, scale)), formats.E2M1_MAX)
-        step = formats.grid_step(magnitude)
-        middle = jnp.abs(formats.decode_e2m1(low)) + 0.5 * step
+        magnitude, middle, step = midpoints(x, scale)
         near = jnp.abs(magnitude - middle) <= guard * step
         chosen = jnp.where(near, chosen, formats.encode_e2m1(x, scale))
     return chosen

@@ -79,7 +79,7 @@ def slot_outputs(
     if how.fmt is not None:
         out = fp4.quantize_site(mid, how.fmt, _by_row(guide, how.plan, groups))
         mid = out.value.astype(x.dtype)
-        left = jax.lax.stop_gradient((out.codes, out.scale_bytes, out.outer))
+        left = jax.lax.stop_gradient(out[1:])
         codes = Codes(*(rows_to_slots(a, groups) for a in left))
     mid = keepable(mid, MID)
     y = _add_bias(_product(mid, weights.down, groups), weights.down_bias, groups)

@@ -26,7 +26,7 @@ from trace_jax.model.layers import (
     rounded,
 )
 from trace_jax.model.remat import keepable
-from trace_jax.model.sites import Sites
+from trace_jax.model.sites import Codes, Sites
 
 NOT_RECORDED = -1  # expert id of a token whose route was not recorded
 PLAIN = Router()
@@ -189,7 +189,7 @@ class MoE(nn.Module):
         weights = RoutedWeights(gate_up, down, *self._biases(experts))
         out = self._routed(x, ids, weights, self._guide_of_mid(ids, routes, sites), sites)
         if out.mid is not None:
-            sites.leave("expert_mid", *out.mid)
+            sites.leave("expert_mid", out.mid)
         y = jnp.sum(out.value.reshape(*gates.shape, -1) * gates[..., None], axis=1)
         return rounded(y.reshape(x.shape), x.dtype)
 
@@ -240,7 +240,7 @@ class MoE(nn.Module):
         x, fmt = sites.perturb(site, x), getattr(sites.spec.precision, site)
         if fmt is not None and sites.spec.audit_rows:
             out = fp4.quantize_site(x, fmt)
-            sites.leave(site, *(order(a) for a in (out.codes, out.scale_bytes, out.outer)))
+            sites.leave(site, Codes(*map(order, out[1:])))
             return out.value
         value, left = sites.quantize_rows(site, x)
         if left is not None:

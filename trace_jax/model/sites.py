@@ -47,11 +47,12 @@ class LayerSpec:
 
 
 class Codes(NamedTuple):
-    """Whole outcome of a site: codes [..., width], scale bytes [..., blocks], outer [..., 1]."""
+    """Whole outcome of a site: see fp4.Quantized."""
 
     codes: jax.Array
     scale_bytes: jax.Array
     outer: jax.Array
+    holds: jax.Array
 
 
 class Stored(NamedTuple):
@@ -149,7 +150,7 @@ class Sites:
             out = fp4.quantize_fp8(x)
             return out.value, out
         out = fp4.quantize_site(x, fmt, self.guide(site))
-        self.leave(site, out.codes, out.scale_bytes, out.outer)
+        self.leave(site, Codes(*out[1:]))
         return out.value, out
 
     def quantize_rows(self, site: str, x: jax.Array) -> tuple[jax.Array, SiteGuidance | None]:
@@ -161,17 +162,16 @@ class Sites:
         return value.astype(x.dtype), left
 
     def keep(self, site: str, guidance: SiteGuidance) -> None:
-        """Keeps guidance [B, S, rows, ...] that an op made, with whole scale bytes."""
-        self.outputs.recorded[site] = fp4.with_small_scales(guidance, self.plan)
+        """Keeps guidance [B, S, rows, ...] that an op made: bits, and whole scale bytes."""
+        self.outputs.recorded[site] = fp4.as_planned(guidance, self.plan)
 
     def record_bits(self, site: str) -> int | None:
         """Bits a value that are recorded at a site; None where nothing is."""
         return self.plan.bits if site in self.spec.recorded else None
 
-    def leave(self, site: str, codes, scale_bytes, outer) -> None:
+    def leave(self, site: str, out: Codes) -> None:
         """Keeps a site's outcome [B, S, rows, ...] as far as the spec asks for it."""
         if site in self.spec.recorded:
-            self.outputs.recorded[site] = fp4.compact(codes, scale_bytes, self.plan)
+            self.outputs.recorded[site] = fp4.compact(out.codes, out.scale_bytes, self.plan)
         if self.spec.audit_rows:
-            n = self.spec.audit_rows
-            self.outputs.audit[site] = Codes(codes[:n], scale_bytes[:n], outer[:n])
+            self.outputs.audit[site] = Codes(*(a[: self.spec.audit_rows] for a in out))
