@@ -1,5 +1,7 @@
 """The arithmetic of experiments/bytes: what a band costs, and which plans are on the front."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -32,8 +34,25 @@ def test_the_bound_is_a_bit_at_a_midpoint_and_nothing_far_from_it():
     assert at == pytest.approx(1.0) and far < 1e-9
 
 
+@functools.cache
+def measured() -> list[dict]:
+    return coding.measure(0.01, rows=16)
+
+
+def test_parity_checks_send_no_positions_and_leave_nothing_where_they_hold():
+    rows = {r["scheme"]: r for r in measured()}
+    few, many = rows["checks for 10% in doubt"], rows["checks for 25% in doubt"]
+    assert few["bits"] < many["bits"] < rows["within 0.05 of a step"]["bits"]
+    assert many["codes_differ"] == many["unsolved"] == 0 < few["unsolved"]
+    assert many["bits"] > rows["lower bound"]["bits"]
+    # 16 scales of a row of 256 go as 2 bytes; the sites' sizes are those of the plan
+    assert many["kib_35b"] == pytest.approx(
+        (many["bits"] + many["scale_bits"]) * (40 * 6144 + 10 * 1024) / 8 / 1024
+    )
+
+
 def test_no_scheme_beats_the_bound_and_wider_bands_cost_more_and_leave_less():
-    rows = {r["scheme"]: r for r in coding.measure(0.01, rows=16)}
+    rows = {r["scheme"]: r for r in measured()}
     bands = [rows[f"within {w:g} of a step"] for w in coding.ABSOLUTE]
     assert all(r["bits"] > rows["lower bound"]["bits"] > 0 for r in bands)
     assert all(a["bits"] < b["bits"] for a, b in zip(bands, bands[1:], strict=False))

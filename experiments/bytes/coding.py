@@ -6,17 +6,31 @@ No model: Gaussian values in blocks, quantized by the project's codec on the rol
 the same values with relative noise on the trainer's. The rollout sends what lies within a band
 of a midpoint, and on which side; the trainer rounds the rest by itself. A scheme costs the entropy
 of what it sends, positions included, and leaves the share of codes that still differ. Block scales
-are treated alike. Rows go to coding.jsonl, the table into README.md.
+are treated alike. The rows of parity checks (trace_jax.fp4.syndrome) are no estimate: rows of the
+sites' widths go through the trainer's own rounding, with one bit a block scale. Rows go to
+coding.jsonl, the table into README.md.
 """
 
+import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.special import ndtr
 
 from experiments import cli, results
-from trace_jax.fp4 import formats, quantize_site
+from trace_jax.fp4 import (
+    SITES,
+    GuidancePlan,
+    Guide,
+    SiteShape,
+    compact,
+    formats,
+    guidance_bytes_per_token,
+    quantize_site,
+    row_checks,
+)
 from trace_jax.fp4.formats import NVFP4
 
 ROWS = 2048
@@ -28,8 +42,27 @@ ABSOLUTE = (0.02, 0.05, 0.1, 0.2)  # half widths in steps
 RELATIVE = (3, 4, 5)  # half widths in standard deviations of the noise at the midpoint
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # magnitudes of E2M1
 MIDDLE, STEP = (GRID[1:] + GRID[:-1]) / 2, np.diff(GRID)
-# values a token of the 35B shape (40 layers, 10 of them with a cache) at every site of every layer
-VALUES_35B = 40 * (2048 + 8 * 512) + 10 * 2 * 2 * 256
+IN_DOUBT = {0.002: (0.02, 0.03, 0.04, 0.05), 0.01: (0.1, 0.15, 0.2, 0.25)}  # shares, by noise
+POW2 = NVFP4.replace(outer="pow2")
+
+
+class Shape35B:
+    """Sites of Qwen3.5-35B-A3B: experts (8 a token) in 40 layers, a cache in 10 of them."""
+
+    num_layers = 40
+
+    def site_shapes(self):
+        layers, cached = tuple(range(40)), tuple(range(3, 40, 4))
+        kv = SiteShape(cached, 2, 256)
+        rows = (SiteShape(layers, 1, 2048), SiteShape(layers, 8, 512), kv, kv)
+        return dict(zip(SITES, rows, strict=True))
+
+
+# values a token at every site of every layer, by the width of their rows
+VALUES_35B = {}
+for _site in Shape35B().site_shapes().values():
+    _count = len(_site.layers) * _site.rows * _site.width
+    VALUES_35B[_site.width] = VALUES_35B.get(_site.width, 0) + _count
 
 
 def magnitudes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,6 +116,34 @@ def scale_middle(largest: float) -> np.ndarray:
     return ((grid[1:] + grid[:-1]) / 2)[: np.searchsorted(grid, largest) + 1]
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def _sides(rollout, trainer, plan: GuidancePlan):
+    """Share of the codes that differ, and of the rows whose checks do not hold."""
+    sent = quantize_site(rollout, POW2)
+    stored = compact(sent.codes, sent.scale_bytes, plan)
+    found = quantize_site(trainer, POW2, Guide(stored, plan, jnp.ones(len(trainer), bool)))
+    return jnp.mean(found.codes != sent.codes), jnp.mean(found.holds == 0)
+
+
+def checked(noise: float, doubtful: float, rows: int) -> dict:
+    """Parity checks of every site of the 35B shape, from so many values as `rows` x WIDTH."""
+    plan = GuidancePlan(layers="all", sites=SITES, checks=doubtful, scale_bits=1)
+    total = sum(VALUES_35B.values())
+    size = guidance_bytes_per_token(Shape35B(), plan)
+    row = {"scheme": f"checks for {doubtful:.0%} in doubt", "kib_35b": size / 1024}
+    row |= {"bits": 0.0, "scale_bits": 1 / NVFP4.block, "codes_differ": 0.0, "unsolved": 0.0}
+    for width, values in VALUES_35B.items():
+        draw = np.random.default_rng(width)
+        x = draw.standard_normal((rows * WIDTH // width, width), np.float32)
+        other = x * (1 + noise * draw.standard_normal(x.shape, np.float32))
+        differ, unsolved = _sides(other, x, plan)
+        share = values / total
+        row["bits"] += share * row_checks(plan, width) / width
+        row["codes_differ"] += share * float(differ)
+        row["unsolved"] += share * float(unsolved)
+    return row
+
+
 def measure(noise: float, rows: int) -> list[dict]:
     """A row for each scheme at one level of noise."""
     draw = np.random.default_rng(0)
@@ -108,9 +169,10 @@ def measure(noise: float, rows: int) -> list[dict]:
         row = shared | {"scheme": scheme, "bits": bits, "codes_differ": wrong}
         if scheme == "lower bound":
             row["scale_bits"] = bound(own_scales, middle, noise * middle) / NVFP4.block
-        row["kib_35b"] = (row["bits"] + row["scale_bits"]) * VALUES_35B / 8 / 1024
+        values = sum(VALUES_35B.values())
+        row["kib_35b"] = (row["bits"] + row["scale_bits"]) * values / 8 / 1024
         out.append(row)
-    return out
+    return out + [{"noise": noise} | checked(noise, share, rows // 4) for share in IN_DOUBT[noise]]
 
 
 def table(rows: list[dict]) -> str:
@@ -121,6 +183,7 @@ def table(rows: list[dict]) -> str:
             f"{r['bits']:.3f}",
             f"{r['scale_bits']:.3f}",
             f"{r['codes_differ']:.1e}",
+            f"{r['unsolved']:.1e}" if "unsolved" in r else "n/a",
             f"{r['kib_35b']:.1f}",
         ]
         for r in rows
@@ -131,6 +194,7 @@ def table(rows: list[dict]) -> str:
         "bits a value",
         "and scales",
         "codes differ",
+        "rows unsolved",
         "KiB a token, 35B",
     ]
     return results.markdown_table(names, lines)

@@ -76,6 +76,7 @@ def cases(depth: int) -> list[tuple[str, str, str, GuidancePlan]]:
         "1 bit: all but the first layer": one_bit(but_first),
         "1 bit: all but the last layer": one_bit(but_last),
         "1 bit: all layers": one_bit("all"),
+        "checks for 5 % in doubt: all layers": one_bit("all", checks=0.05, scale_bits=1),
         "4 bits: all but the first layer": one_bit(but_first, bits=4),
         "4 bits: last 0.5": one_bit("last:0.5", bits=4),
         "replay: last 0.5": replay("last:0.5"),
