@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import SHAPE, params_of
 
+from experiments.forwards import Subject, comparison, sampler
 from trace_jax import fp4
 from trace_jax.fp4 import NVFP4, GuidancePlan, Guide, formats, syndrome
+from trace_jax.model import ModelConfig
 
 POW2 = NVFP4.replace(outer="pow2")
 DOUBTFUL = 0.05
@@ -191,3 +194,23 @@ def test_bytes_are_those_of_the_record(width):
 def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         GuidancePlan(**changes)
+
+
+# --- through the model ------------------------------------------------------------------------
+
+
+def test_checks_at_every_site_give_the_trainer_the_rollouts_log_probs():
+    model = ModelConfig(**SHAPE | {"num_layers": 2, "hidden": 64, "expert_dim": 64, "head_dim": 32})
+    prompts = np.random.default_rng(0).integers(1, 256, (8, 6), dtype=np.int32)
+    lengths = np.full(8, 6, np.int32)
+    subject = Subject(model, params_of(model), prompts, lengths, 2, 12, (258,))
+    formats = fp4.PrecisionPolicy((fp4.Rule("*", "nvfp4"),)).resolve(model.num_layers)
+    rollout = sampler(subject, formats, 0.002)(0)
+    alone = comparison(subject, formats, fp4.NO_GUIDANCE)(rollout)
+    plan = GuidancePlan(layers="all", sites=fp4.SITES, checks=DOUBTFUL, scale_bits=1)
+    checked = comparison(subject, formats, plan)(rollout)
+    assert alone["gap_mean"] > 1e-3 and alone["agreement_expert_in"] < 0.98
+    assert checked["gap_mean"] < alone["gap_mean"] / 100
+    assert all(checked[f"agreement_{site}"] == 1.0 for site in fp4.SITES)
+    bits = fp4.guidance_bytes_per_token(model, GuidancePlan(layers="all", sites=fp4.SITES))
+    assert checked["bytes_per_token"] < bits / 2
