@@ -146,6 +146,15 @@ def test_every_template_words_questions_that_its_scorer_can_judge(name):
         assert reward(problem, "zzz") == 0.0 and reward(problem, problem.answer + " 9") == 0.0
 
 
+def test_a_matrix_is_worded_as_its_rows_and_answered_as_its_spiral():
+    problem = ProblemSet([("spiral_matrix", 1.0, {"min_n": 3, "max_n": 3})], 0, "train").problem(0)
+    first, *rows, last = problem.prompt.split("\n")
+    (a, b, c), (d, e, f), (g, h, i) = (row.split() for row in rows)
+    assert (first, last) == ("spiral", "=")
+    assert problem.answer.split() == [a, b, c, f, i, h, g, d, e]
+    assert reward(problem, problem.answer) == 1.0 and reward(problem, problem.answer[:-2]) == 0.0
+
+
 @pytest.mark.parametrize(
     "datasets, split, message",
     [

@@ -131,6 +131,7 @@ def checked(noise: float, doubtful: float, rows: int) -> dict:
     total = sum(VALUES_35B.values())
     size = guidance_bytes_per_token(Shape35B(), plan)
     row = {"scheme": f"checks for {doubtful:.0%} in doubt", "kib_35b": size / 1024}
+    row["values"] = rows * WIDTH * len(VALUES_35B)
     row |= {"bits": 0.0, "scale_bits": 1 / NVFP4.block, "codes_differ": 0.0, "unsolved": 0.0}
     for width, values in VALUES_35B.items():
         draw = np.random.default_rng(width)
@@ -202,7 +203,7 @@ def table(rows: list[dict]) -> str:
 
 def main():
     facts = results.provenance() | {"seed": 0, "values": ROWS * WIDTH}
-    rows = [row | facts for noise in NOISES for row in measure(noise, ROWS)]
+    rows = [facts | row for noise in NOISES for row in measure(noise, ROWS)]
     results.write_rows(OUT, rows)
     results.replace_section(OUT.parent / "README.md", "coding", table(rows))
     print(table(rows))
