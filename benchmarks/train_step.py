@@ -2,9 +2,10 @@
 
 Times whole updates (forward, backward, optimizer) of one model and batch in BF16, in QAT (fake
 quantization of weights, activations and KV, no guidance) and guided by the compact plan (one
-bit, last half of the layers) and the full one (whole codes, every site and layer). The updates
-take turns on one training state, so that a drifting clock hits all alike; a row holds medians.
-Routes are replayed, with the skew that the kernels' benchmark has; guidance is random bits.
+bit, last half of the layers), the full one (whole codes, every site and layer) and parity checks at
+every site and layer. The updates take turns on one training state, so that a drifting clock hits
+all alike; a row holds medians. Routes are replayed, with the skew that the kernels' benchmark
+has; guidance is random bits.
 
 The model is the configuration's with fewer layers, and its vocabulary in proportion: else the
 head would hide what layers cost. Writes results/train_step_h200.json: a header (hardware,
@@ -54,6 +55,11 @@ CASES = {
     "qat": ("qat", {}),
     "guided, compact": ("trace", {"layers": "last:0.5", "sites": ("expert_in", "k", "v")}),
     "guided, full": ("trace", {"layers": "all", "sites": fp4.SITES, "bits": 4}),
+    # What solving costs; random checks do not hold, so the rows are rounded to nearest after it.
+    "guided, checks": (
+        "trace",
+        {"layers": "all", "sites": fp4.SITES, "checks": 0.05, "scale_bits": 1},
+    ),
 }
 KINDS = (
     ("products", r"gemm|nvjet|cutlass|cublas|splitK|sm90_xmma|dot"),

@@ -168,14 +168,15 @@ def test_every_site_of_every_layer_of_the_35b_shape_takes_less_than_the_papers_p
 
 
 @pytest.mark.parametrize("width", [24, 100, 256])
-def test_bytes_are_those_of_the_record(width):
+@pytest.mark.parametrize("scale_bits", [1, 2, 8])
+def test_bytes_are_those_of_the_record(width, scale_bits):
     class Site:
         num_layers = 1
 
         def site_shapes(self):
             return {"k": fp4.SiteShape((0,), 3, width)}
 
-    plan = GuidancePlan(layers="all", sites=("k",), checks=DOUBTFUL)
+    plan = GuidancePlan(layers="all", sites=("k",), checks=DOUBTFUL, scale_bits=scale_bits)
     codes = jnp.zeros((3, width), jnp.uint8)
     stored = fp4.compact(codes, jnp.ones((3, -(-width // 16)), jnp.uint8), plan)
     counted = fp4.guidance_bytes_per_token(Site(), plan)

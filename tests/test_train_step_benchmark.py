@@ -46,14 +46,14 @@ def cases():
 
 def test_cases_are_what_their_names_say(cases):
     guided = [name for name, case in cases.items() if name != "ratio" and case["guided"]]
-    assert guided == ["guided, compact", "guided, full"]
+    assert guided == ["guided, compact", "guided, full", "guided, checks"]
     assert not cases["bf16"]["quantized"] and cases["qat"]["quantized"]
     assert all(cases[name]["most"] == 7 for name in ("bf16", "qat", *guided)), "eight experts"
 
 
 def test_guidance_has_the_bytes_of_its_plan(cases):
     assert cases["qat"]["bytes"] == 0
-    for name in ("guided, compact", "guided, full"):
+    for name in ("guided, compact", "guided, full", "guided, checks"):
         assert cases[name]["bytes"] == cases[name]["planned"] > 0
 
 

@@ -181,7 +181,7 @@ NO_GUIDANCE = GuidancePlan(layers="none")
 def guidance_bytes_per_token(
     model_config: Any, plan: GuidancePlan, format: Format = NVFP4
 ) -> float:
-    """Bytes of guidance a token (method.md section 3).
+    """Bytes of guidance a token (method.md section 3), whole ones a row of a site, as stored.
 
     Args:
       model_config: anything with `num_layers` and `site_shapes()`, such as
@@ -194,8 +194,8 @@ def guidance_bytes_per_token(
     for site, layers in plan.site_layers(shapes, model_config.num_layers).items():
         _, rows, width = shapes[site]
         bits = row_checks(plan, width) or width * plan.bits
-        bits += formats.num_blocks(width, format) * plan.scale_bits
-        total += len(layers) * rows * bits / 8
+        scales = formats.num_blocks(width, format) * plan.scale_bits
+        total += len(layers) * rows * (_whole_bytes(bits) + _whole_bytes(scales)) / 8
     return total
 
 
