@@ -1,12 +1,15 @@
 """One rollout recorded whole, and the trainer's forward under any plan beside it. No training."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from trace_jax import fp4, model, sync
+from trace_jax.config import Config, freeze
 from trace_jax.fp4 import SITES, GuidancePlan, LayerPrecision
 from trace_jax.ledger import code_ledger
 from trace_jax.model import ModelConfig
@@ -56,6 +59,14 @@ def subject_of(trainer: Trainer, params: dict, step: int) -> Subject:
         config.rollout.temperature,
         config.rl.logprob_chunk,
     )
+
+
+def of_run(folder: Path) -> tuple[Subject, Config, int]:
+    """The newest policy of a run on the prompts of its next step, its settings and that step."""
+    config = freeze(json.loads((folder / "config.json").read_text()))
+    trainer = Trainer(config, folder)
+    step, state, _ = trainer.restore(trainer.start(trainer.fresh_params()))
+    return subject_of(trainer, state["train"].params, step), config, step
 
 
 def sampler(subject: Subject, formats: Formats, noise: float):

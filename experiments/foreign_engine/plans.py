@@ -6,7 +6,6 @@ One trained policy; one rollout a noise level, recorded whole; the trainer's for
 each plan is compared with it. No training happens here.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments import cli, results
-from experiments.forwards import Subject, comparison, sampler, subject_of
+from experiments.forwards import Subject, comparison, of_run, sampler
 from trace_jax import modes
-from trace_jax.config import Config, freeze
+from trace_jax.config import Config
 from trace_jax.fp4 import NO_GUIDANCE, SITES, GuidancePlan
-from trace_jax.trainer import Trainer
 
 RUN = flags.DEFINE_string("run", None, "Run folder of a trained policy.")
 NOISE = flags.DEFINE_list("noise", ["0", "0.01"], "Relative noise levels.")
@@ -53,14 +51,6 @@ CASES = {
     "replay, last half, all sites": (plan(HALF, bits=4, rounding="replay"), True),
     "replay, all layers, all sites": (plan("all", bits=4, rounding="replay"), True),
 }
-
-
-def of_run(folder: Path) -> tuple[Subject, Config, int]:
-    """The newest policy of a run on the prompts of its next step, its settings and that step."""
-    config = freeze(json.loads((folder / "config.json").read_text()))
-    trainer = Trainer(config, folder)
-    step, state, _ = trainer.restore(trainer.start(trainer.fresh_params()))
-    return subject_of(trainer, state["train"].params, step), config, step
 
 
 def compared(subject: Subject, config: Config, step: int, noise: float) -> Iterator[dict]:
