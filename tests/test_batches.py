@@ -131,6 +131,19 @@ def test_states_of_slots_and_of_those_kept_beside_them_are_counted():
     assert 2**28 - PAGE_BYTES < used + plan.states <= 2**28
 
 
+def test_experts_that_prefill_unpacks_are_counted_where_the_kernels_run():
+    model = dataclasses.replace(BIG.model, hidden=512, expert_dim=512, num_experts=8, top_k=8)
+    plans = {}
+    for kernels in (False, True):
+        for chunk in (1024, 512):  # 1,024 rows an expert, and half of them
+            cache = dataclasses.replace(BIG.cache, chunk=chunk, prefill_rows=1, kernels=kernels)
+            config = dataclasses.replace(BIG, model=model, cache=cache)
+            plans[kernels, chunk] = plan_memory(config, 10_000_000, 2**29, rows=8)
+    unpacked = 8 * 2 * (2 * 512 * 512)  # gate and up in BF16
+    assert plans[True, 1024].workspace - plans[False, 1024].workspace == unpacked
+    assert plans[True, 512].workspace == plans[False, 512].workspace
+
+
 def test_too_small_a_device_is_one_line_with_what_would_fit():
     small = plan_memory(BIG, 0, 2**26, rows=1, record_on="host")
     weights = 2**26 - small.workspace - 9 * PAGE_BYTES  # leaves nine pages

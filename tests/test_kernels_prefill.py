@@ -97,6 +97,18 @@ def test_scratch_holds_as_many_experts_as_the_limit_allows():
     assert prefill.scratch_shape(laid, 1) == (1, size)
 
 
+def test_scratch_is_told_ahead_for_the_larger_product_and_for_many_rows_alone():
+    shape = jax.ShapeDtypeStruct
+    gate_up = jax.eval_shape(em.lay_out, *[shape((12, 768, 2048), jnp.bfloat16)] * 2)
+    down = jax.eval_shape(em.lay_out, shape((12, 2048, 768), jnp.bfloat16))
+    limit = prefill.SCRATCH_BYTES
+    shapes = [prefill.scratch_shape(w, limit) for w in (gate_up, down)]
+    taken = [count * size for count, size in shapes]
+    assert prefill.scratch_bytes(1024 * 12, 12, 2048, 768) == max(taken) == 12 * 2 * 2 * 768 * 2048
+    assert prefill.scratch_bytes(1024 * 12 - 1, 12, 2048, 768) == 0
+    assert limit / 2 < prefill.scratch_bytes(2**20, 512, 2048, 768) <= limit
+
+
 def test_auto_takes_it_where_experts_have_many_rows(monkeypatch):
     gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
     monkeypatch.setattr(dispatch, "device", lambda: gpu)

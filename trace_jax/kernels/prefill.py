@@ -30,9 +30,25 @@ def pays(rows: int, experts: int) -> bool:
 def scratch_shape(weights: ExpertWeights, limit: int) -> tuple[int, int]:
     """Experts of a group and bytes of each, so that a group keeps within `limit` bytes."""
     experts, tiles, chunks, _ = weights.data.shape
+    return _group(experts, tiles, chunks, limit)
+
+
+def _group(experts: int, tiles: int, chunks: int, limit: int) -> tuple[int, int]:
     size = -(-tiles // _TILES) * chunks * _BLOCK_BYTES
     groups = -(-experts // max(limit // size, 1))
     return -(-experts // groups), size
+
+
+def scratch_bytes(rows: int, experts: int, hidden: int, inner: int) -> int:
+    """Scratch of a layer of so many routed rows under "auto"; 0 where weights decode in flight.
+
+    The two products take turns: what counts is the larger one's.
+    """
+    if not experts or not pays(rows, experts):
+        return 0
+    shapes = ((2 * inner, hidden), (hidden, inner))  # outputs, inputs
+    groups = (_group(experts, -(-n // 16), -(-k // 64), SCRATCH_BYTES) for n, k in shapes)
+    return max(count * size for count, size in groups)
 
 
 def expert_matmul(x, weights, routing, x_outer, epilogue: int, limit: int = SCRATCH_BYTES):

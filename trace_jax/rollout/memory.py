@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from trace_jax import fp4
+from trace_jax.kernels.prefill import scratch_bytes
 from trace_jax.rollout import programs
 from trace_jax.rollout.programs import ProgramConfig
 
@@ -22,7 +23,8 @@ class MemoryPlan:
       weights: rollout parameters.
       states: of the slots' sequences and of those kept beside them (programs.state_bytes each).
       records: the store of records, where it is on the device.
-      workspace: logits, scores of a prefill chunk, records of a dispatch, and the margin.
+      workspace: logits, scores of a prefill chunk, experts' weights unpacked for many rows,
+        records of a dispatch, and the margin.
       page_bytes: bytes of a page in all layers.
       pages: pages that fit.
       page: tokens of a page.
@@ -74,6 +76,7 @@ def plan_memory(
     workspace = (
         3 * 4 * c.slots * cfg.model.vocab_size
         + 3 * 4 * c.prefill_rows * cfg.model.num_heads * c.chunk * c.length
+        + _unpacked_bytes(cfg)
         + 2 * c.prefill_rows * state
         + 2 * record * max(c.steps * c.slots, c.prefill_rows * c.chunk)
         + int(MARGIN * free)
@@ -102,6 +105,15 @@ def _leaves_of_one_page(cfg: ProgramConfig):
     one = dataclasses.replace(cfg, cache=dataclasses.replace(cfg.cache, pages=1))
     pools = jax.eval_shape(lambda: programs.empty_pools(one))
     return jax.tree.leaves([stored.pages for stored in pools])
+
+
+def _unpacked_bytes(cfg: ProgramConfig) -> int:
+    """Bytes that a prefill dispatch's expert products may take (kernels.prefill)."""
+    m, c = cfg.model, cfg.cache
+    if not c.kernels:
+        return 0
+    rows = c.prefill_rows * c.chunk * m.slots
+    return scratch_bytes(rows, m.num_experts, m.hidden, m.expert_dim)
 
 
 def _record_bytes(cfg: ProgramConfig) -> int:
