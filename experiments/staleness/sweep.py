@@ -15,11 +15,7 @@ ROWS += [
     for lag in LAGS
     for rule in ("obey", "fade", "drop")
 ]
-CHECKS = {"guidance.checks": 0.2, "guidance.scale_bits": 1}
-ROWS += [
-    (f"checks for 20 % in doubt, lag {lag}", "trace_all", CHECKS | {"rl.max_version_lag": lag})
-    for lag in LAGS
-]
+
 
 
 def get_config():
