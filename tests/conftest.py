@@ -32,9 +32,23 @@ def pytest_configure(config):
         jax.config.update("jax_compilation_cache_dir", str(Path(cache_home) / "trace_jax" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
+    _share_flags()
     hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
     hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def _share_flags():
+    """Lets tests import several commands, which define flags of equal names, into one process."""
+    from absl import flags
+
+    define = flags.Flag.__init__
+
+    def define_or_replace(self, *args, **kwargs):
+        define(self, *args, **kwargs)
+        self.allow_override = True
+
+    flags.Flag.__init__ = define_or_replace
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -99,6 +99,16 @@ def test_every_slot_is_served_and_learns(sizes, kind):
     check(sizes, kind)
 
 
+def test_the_backward_pass_holds_one_round_at_a_time():
+    """Of 12 slots a device sends each of 8 others 3 at once: a round of 24 rows, and 3 further."""
+    layout = token_layout(make_mesh(MeshConfig(data=1, expert=8)))
+    x, ids, weights, beside = inputs("even")
+    direction = np.ones((*ids.shape, WIDTH), np.float32)
+    text = exchanged.lower(layout, x, ids, weights, beside, direction).as_text()
+    assert f"tensor<24x{WIDTH}xf32>" in text
+    assert re.findall(r"tensor<3x24x[^>]*>", text) == []
+
+
 def test_outputs_of_a_weight_are_gathered_in_its_dtype_and_its_gradient_is_kept_in_parts():
     """Over "fsdp": half the bytes of a sum that everyone gets, and no whole gradient stays."""
     x, ids, _, beside = inputs("even")

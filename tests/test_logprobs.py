@@ -104,17 +104,20 @@ def test_padding_beside_a_row_leaves_its_logprobs_alone():
     assert np.isfinite(batched[1]).all()
 
 
-def test_each_chunk_is_shared_by_all_devices():
+@pytest.mark.parametrize("chunk", [32, 48])  # 16 tokens a device: 4 each of 4 chunks, 6 of 3
+def test_each_chunk_is_shared_by_all_devices(chunk):
     """Chunks cut along the sharded axis would leave seven of eight devices idle."""
     hidden, unembed, targets = head_example(8, 16, 8, 64)
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     rows, whole = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (["data"], []))
-    call = functools.partial(chunked_logprobs, temperature=1.0, chunk=32)
+    call = functools.partial(chunked_logprobs, temperature=1.0, chunk=chunk, ways=8)
     arrays = (hidden, unembed, targets)
     compiled = jax.jit(call, in_shardings=(rows, whole, rows)).lower(*arrays).compile()
     program = compiled.as_text()
-    assert "f32[4,64]" in program and "f32[32,64]" not in program  # logits of 32 / 8 tokens
-    assert "all-gather" not in program and "all-to-all" not in program
+    assert f"f32[{chunk // 8},64]" in program and f"f32[{chunk},64]" not in program  # logits
+    # Tokens that change their device are, on TPU, logits of the whole chunk on every device.
+    moves = ("all-gather", "all-to-all", "collective-permute")
+    assert [move for move in moves if move in program] == []
     placed = [jax.device_put(x, at) for x, at in zip(arrays, (rows, whole, rows), strict=True)]
     for value, expected in zip(compiled(*placed), numpy_logprobs(*arrays, 1.0), strict=True):
         np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
@@ -124,6 +127,7 @@ def test_each_chunk_is_shared_by_all_devices():
     ({"temperature": 0.0}, "temperature 0.0"),  # BR-154
     ({"temperature": float("nan")}, "temperature nan"),
     ({"chunk": 0}, "chunk 0"),
+    ({"ways": 2}, "3 rows"),
     ({"targets": np.zeros((3, 4), int)}, r"\(3, 4\)"),
     ({"unembed": np.zeros((11, 7))}, r"\(11, 7\)"),
 ])

@@ -158,7 +158,11 @@ def _on_device(layout: Layout, num_experts: int, run: Callable, x, ids, weights,
 
 
 def _further_rounds(one_round, out, crowded, slots: int, capacity: int):
-    """`out` and what the rounds after the first add; their insides are computed again backward."""
+    """`out` and what the rounds after the first add; their insides are computed again backward.
+
+    One round at a time: the insides of all, of which there may be many, would exist at once.
+    """
+    one_round = jax.checkpoint(one_round)
 
     @jax.checkpoint
     def all_of(out):

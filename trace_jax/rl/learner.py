@@ -137,7 +137,7 @@ class Learner:
         # A chunk gathers the unembedding and sums its gradient over the devices: no more of them
         # than the logits' memory on each asks for.
         chunk = c.rl.logprob_chunk * self.ways
-        return {"temperature": c.rollout.temperature, "chunk": chunk}
+        return {"temperature": c.rollout.temperature, "chunk": chunk, "ways": self.ways}
 
     def _logprobs(self, params, batch: Batch, remat=None):
         """Log-probs, entropy and centring term (or None) FP32 [N, R] of the response tokens,

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 TAIL_FLOOR = 1e-6  # the least mass that a policy's tail is taken to have (score centering)
 
 
-def chunked_logprobs(hidden, unembed, targets, *, temperature: float, chunk: int):
+def chunked_logprobs(
+    hidden, unembed, targets, *, temperature: float, chunk: int, ways: int = 1
+):
     """Log-prob of each target and entropy, of the distribution that was sampled.
 
     Args:
@@ -19,13 +21,15 @@ def chunked_logprobs(hidden, unembed, targets, *, temperature: float, chunk: int
         over chunks.
       targets: int32[N, T] in [0, V); what stands at padded places is ignored.
       temperature: the sampler's, above 0.
-      chunk: tokens per step over the whole (global) batch; N * T need not divide.
+      chunk: tokens per step over the whole (global) batch at most; N * T need not divide.
+      ways: devices that N is cut over, in equal runs. Each has a like part of every chunk.
 
     Returns:
       (logp f32[N, T], entropy f32[N, T]), both differentiable.
 
     Raises:
-      ValueError: temperature or chunk out of range, shapes that do not fit.
+      ValueError: temperature or chunk out of range, shapes that do not fit, N that `ways`
+        does not divide.
     """
 
     def score(log_probs, targets):
@@ -34,10 +38,10 @@ def chunked_logprobs(hidden, unembed, targets, *, temperature: float, chunk: int
         logp = jnp.sum(jnp.where(hit, log_probs, 0.0), axis=1)
         return logp, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=1)
 
-    return _by_chunk(score, hidden, unembed, (targets,), temperature, chunk)
+    return _by_chunk(score, hidden, unembed, (targets,), temperature, chunk, ways)
 
 
-def top_logprobs(hidden, unembed, k: int, *, temperature: float, chunk: int):
+def top_logprobs(hidden, unembed, k: int, *, temperature: float, chunk: int, ways: int = 1):
     """The k likeliest tokens (at most V) and their log-probs; arguments as chunked_logprobs.
 
     Returns:
@@ -49,10 +53,12 @@ def top_logprobs(hidden, unembed, k: int, *, temperature: float, chunk: int):
         logp, ids = jax.lax.top_k(log_probs, k)
         return ids.astype(jnp.int32), logp
 
-    return _by_chunk(top, hidden, unembed, (), temperature, chunk)
+    return _by_chunk(top, hidden, unembed, (), temperature, chunk, ways)
 
 
-def centering_term(hidden, unembed, ids, sampler_logp, *, temperature: float, chunk: int):
+def centering_term(
+    hidden, unembed, ids, sampler_logp, *, temperature: float, chunk: int, ways: int = 1
+):
     """Score centering (arXiv 2609.20807, eq. 14, without importance weights).
 
     With p the policy of `hidden`, q the sampler's and H the sampler's likeliest tokens,
@@ -61,7 +67,7 @@ def centering_term(hidden, unembed, ids, sampler_logp, *, temperature: float, ch
     rho p, with rho the ratio of the two masses there.
 
     Args:
-      hidden, unembed, temperature, chunk: as in chunked_logprobs; only p is differentiated.
+      hidden, unembed, temperature, chunk, ways: as in chunked_logprobs; only p is differentiated.
       ids: int32[N, T, k], H. sampler_logp: f32[N, T, k], log q there.
 
     Returns:
@@ -75,10 +81,10 @@ def centering_term(hidden, unembed, ids, sampler_logp, *, temperature: float, ch
         tail_p = jnp.maximum(1 - jnp.sum(p, axis=1, keepdims=True), TAIL_FLOOR)
         return jnp.sum(jax.lax.stop_gradient(q - tail_q / tail_p * p) * logp, axis=1)
 
-    return _by_chunk(centre, hidden, unembed, (ids, sampler_logp), temperature, chunk)
+    return _by_chunk(centre, hidden, unembed, (ids, sampler_logp), temperature, chunk, ways)
 
 
-def _by_chunk(score, hidden, unembed, by_token, temperature, chunk):
+def _by_chunk(score, hidden, unembed, by_token, temperature, chunk, ways):
     """score(log-probs [C, V], *by_token chunks [C, ...]) over [N, T] tokens."""
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} has no log-probs to train on; use > 0")
@@ -91,25 +97,31 @@ def _by_chunk(score, hidden, unembed, by_token, temperature, chunk):
             f"hidden {hidden.shape}, unembed {unembed.shape} and what belongs to the tokens "
             f"{[x.shape for x in by_token]} must be [N, T, D], [V, D] and [N, T, ...]"
         )
-    tokens = shape[0] * shape[1]
-    chunk = min(chunk, tokens)
-    steps = -(-tokens // chunk)
+    if shape[0] % ways:
+        raise ValueError(f"{shape[0]} rows do not divide over {ways} devices; write a multiple")
+    # Of one device. Padding all devices' tokens together would move some to other devices, for
+    # which XLA made the logits of whole chunks on each of 64 TPUs.
+    tokens = shape[0] * shape[1] // ways
+    steps = -(-tokens // max(chunk // ways, 1))
+    part = -(-tokens // steps)
     # The cast and its return leave the values alone but sum the chunks' gradients in FP32.
     master = unembed.astype(jnp.float32)
 
     def split(x):
-        x = x.reshape((tokens,) + x.shape[2:])
-        x = jnp.pad(x, ((0, steps * chunk - tokens),) + ((0, 0),) * (x.ndim - 1))
-        # A chunk takes every steps-th token: with N sharded, all devices share each chunk.
-        return jnp.swapaxes(x.reshape((chunk, steps) + x.shape[1:]), 0, 1)
+        x = x.reshape((ways, tokens) + x.shape[2:])
+        x = jnp.pad(x, ((0, 0), (0, steps * part - tokens)) + ((0, 0),) * (x.ndim - 2))
+        # A chunk takes every steps-th token: with T cut too, all devices share each chunk.
+        x = jnp.moveaxis(x.reshape((ways, part, steps) + x.shape[2:]), 2, 0)
+        return x.reshape((steps, ways * part) + x.shape[3:])
 
     @jax.checkpoint
     def one_chunk(parts):
         return score(_log_softmax(parts[0], master.astype(unembed.dtype), temperature), *parts[1:])
 
     def join(x):
-        x = jnp.swapaxes(x, 0, 1).reshape((steps * chunk,) + x.shape[2:])
-        return x[:tokens].reshape(shape + x.shape[1:])
+        x = jnp.moveaxis(x.reshape((steps, ways, part) + x.shape[2:]), 0, 2)
+        x = x.reshape((ways, part * steps) + x.shape[3:])
+        return x[:, :tokens].reshape(shape + x.shape[2:])
 
     return jax.tree.map(join, jax.lax.map(one_chunk, jax.tree.map(split, (hidden, *by_token))))
 
