@@ -17,6 +17,5 @@ ROWS += [
 ]
 
 
-
 def get_config():
     return study(SMALL, ROWS, seeds=3, overrides=OVERRIDES)
