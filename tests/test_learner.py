@@ -1,11 +1,10 @@
-"""One policy update: token means, masks, guards, guidance, and what the ratio is against.
+"""One policy update: token means, masks, guards, and what the ratio is against.
 
 Compiling takes nearly all of the time. Most tests share a dense BF16 model of one
 layer, for which an update is compiled in seconds; what FP4 and experts add is asked
 of forwards alone.
 """
 
-import dataclasses
 from functools import cache
 from types import SimpleNamespace
 
@@ -17,46 +16,27 @@ import pytest
 from helpers import params_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from learner_helpers import (
+    LENGTH,
+    LENGTHS,
+    PROMPT,
+    QUICK,
+    RESPONSE,
+    ROWS,
+    config_of,
+    learner_of,
+    moe,
+    moe_rollout,
+)
 
-from trace_jax import modes, sync
-from trace_jax.config import Config, MeshConfig, default, freeze
+from trace_jax import sync
+from trace_jax.config import MeshConfig
 from trace_jax.model import Guidance
 from trace_jax.parallel import make_mesh, shard_params, shard_rows
 from trace_jax.rl.batches import response_window
 from trace_jax.rl.learner import Learner, apply_gradients, new_state, optimizer
-from trace_jax.rollout import Engine, EngineConfig, Rollout
-from trace_jax.rollout.sampling import request_keys
+from trace_jax.rollout import Rollout
 from trace_jax.trainer import Trainer
-
-PROMPTS, SAMPLES, PROMPT, RESPONSE = 8, 2, 6, 5
-ROWS, LENGTH = PROMPTS * SAMPLES, PROMPT + RESPONSE
-# The first half of the rows is short, so that a mean of micro-batch means is far off.
-LENGTHS = np.array([7, 8] * 4 + [11, 10] * 4, np.int32)
-QUICK = {"xla_backend_optimization_level": 0}  # halves the compile time, changes no meaning
-
-
-def config_of(mode="bf16", model=None, **groups) -> Config:
-    """A tiny configuration; groups of settings by name, such as rl={"micro_batches": 2}."""
-    shape = dict(num_layers=1, hidden=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_dim=16)
-    config = default(vocab_size=259, **shape | (model or {}))
-    config.mode = mode
-    config.task.max_prompt, config.task.max_response = PROMPT, RESPONSE
-    config.ledger.audit_rows = 1
-    config.optim.learning_rate = 1e-3
-    config.optim.clip_norm = 0.05  # in force: the gradients are longer
-    # Token means: where a wrong mean shows.
-    config.rl.algorithm = "dapo"
-    config.rl.prompts_per_step, config.rl.samples = PROMPTS, SAMPLES
-    for name, settings in groups.items():
-        config[name].update(settings)
-    return freeze(config)
-
-
-def learner_of(config: Config) -> Learner:
-    learner = Learner(config, modes.resolve(config))
-    learner.update = jax.jit(learner._update, compiler_options=QUICK)  # states are used again
-    learner.score = jax.jit(learner._score, compiler_options=QUICK)
-    return learner
 
 
 @cache
@@ -376,91 +356,3 @@ def test_dynamic_sampling_masks_groups_without_a_gradient(name, masked):
     np.testing.assert_allclose(advantages, [1, -1, 0, 0, 0, 0, 0, 0], atol=1e-4)
     kept = [1, 1, 0, 0, 0, 0, 0, 0] if masked else [1, 1, 1, 1, 1, 1, 1, 0]
     assert live.tolist() == [bool(k) for k in kept]
-
-
-# --- guidance and routes ---------------------------------------------------------------
-
-MOE = dict(num_layers=2, hidden=32, head_dim=16, expert_dim=32, num_experts=4, top_k=2)
-PLAN = {"layers": "all", "sites": ("expert_in", "expert_mid", "k", "v"), "bits": 4}
-VERSION = 3
-
-
-@cache
-def moe(mode: str, on_stale: str = "obey", replay: bool = True, **rl) -> Learner:
-    guidance = PLAN | {"on_stale": on_stale}
-    return learner_of(
-        config_of(mode, MOE, guidance=guidance, rl={"routing_replay": replay} | rl)
-    )
-
-
-@cache
-def moe_rollout() -> Rollout:
-    """A rollout whose engine is 1 % off at every site."""
-    config = moe("trace").config
-    mode = modes.resolve(config)
-    engine = Engine(
-        EngineConfig(
-            model=config.model,
-            precision=mode.rollout,
-            eos_ids=(258,),
-            max_response=RESPONSE,
-            samples=SAMPLES,
-            plan=mode.plan,
-            audit_rows=1,
-            noise=0.01,
-        )
-    )
-    params = sync.to_rollout(params_of(config.model), mode.rollout)
-    tokens = jax.random.randint(jax.random.key(5), (PROMPTS, PROMPT), 1, 256, jnp.int32)
-    slots = jnp.arange(ROWS, dtype=jnp.int32)
-    keys = request_keys(0, 0, slots // SAMPLES, slots % SAMPLES)
-    lengths = jnp.asarray([PROMPT, 3] * (PROMPTS // 2), jnp.int32)
-    return engine(params, tokens, lengths, keys, version=VERSION, noise_seed=1)
-
-
-def moe_logp(learner: Learner, rolled=None, version=VERSION) -> np.ndarray:
-    rolled = moe_rollout() if rolled is None else rolled
-    return np.asarray(learner.score(params_of(learner.config.model), rolled, version))
-
-
-def gap(logp: np.ndarray) -> float:
-    """Mean |difference| to the log-probs that the rollout sampled with."""
-    rolled = moe_rollout()
-    window = lambda x: np.asarray(response_window(x, rolled.prompt_length, RESPONSE))
-    inside = np.arange(RESPONSE)[None] < np.asarray(rolled.length - rolled.prompt_length)[:, None]
-    return float(np.abs(logp - window(rolled.logp))[inside].mean())
-
-
-def test_guidance_closes_most_of_the_gap_that_engine_noise_opens():
-    unguided, guided = gap(moe_logp(moe("qat"))), gap(moe_logp(moe("trace", "drop")))
-    assert unguided > 0.05, "the noise must matter, or the test shows nothing"
-    assert guided < unguided / 5
-
-
-def test_dropped_guidance_leaves_plain_quantization():
-    """Guidance of an older version is not used under "drop": not even as zero bits."""
-    learner = moe("trace", "drop")
-    fresh, stale = moe_logp(learner), moe_logp(learner, version=VERSION + 1)
-    np.testing.assert_array_equal(stale, moe_logp(moe("qat")))
-    assert np.abs(fresh - stale).max() > 0.05
-
-
-def test_obeyed_guidance_ignores_the_version_and_faded_guidance_weakens():
-    obey, fade = moe("trace", "obey"), moe("trace", "fade")
-    np.testing.assert_array_equal(moe_logp(obey), moe_logp(obey, version=VERSION + 2))
-    lags = [gap(moe_logp(fade, version=VERSION + lag)) for lag in (0, 6)]
-    assert lags[0] < 0.5 * lags[1]
-
-
-def test_routes_of_the_rollout_are_replayed():
-    rolled = moe_rollout()
-    other = rolled.replace(routes=jnp.where(rolled.routes >= 0, 3 - rolled.routes, -1))
-    replay, live = moe("qat"), moe("qat", replay=False)
-    assert np.abs(moe_logp(replay) - moe_logp(replay, other)).max() > 0.05
-    np.testing.assert_array_equal(moe_logp(live), moe_logp(live, other))
-
-
-def test_a_rollout_of_fp4_is_sampled_with_the_version_it_was_given():
-    assert set(np.asarray(moe_rollout().version).tolist()) == {VERSION}
-    assert dataclasses.is_dataclass(moe("trace").config) and moe("trace").guided
-    assert not moe("qat").guided

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import SHAPE, params_of
 
+from experiments.bytes.coding import Shape35B
 from experiments.forwards import Subject, comparison, sampler
 from trace_jax import fp4
 from trace_jax.fp4 import NVFP4, GuidancePlan, Guide, formats, syndrome
@@ -143,20 +144,6 @@ def test_the_gradient_goes_straight_through():
     loss = lambda x: jnp.sum(fp4.quantize_site(x, POW2, guide).value.astype(jnp.float32) * weight)
     gradient = jax.jit(jax.grad(loss))(trainer_x)
     np.testing.assert_array_equal(gradient, jnp.asarray(weight, jnp.bfloat16))
-
-
-class Shape35B:
-    """Qwen3.5-35B-A3B: experts (8 a token) in 40 layers, attention in every fourth."""
-
-    num_layers = 40
-
-    def site_shapes(self):
-        layers, attention = tuple(range(40)), tuple(range(3, 40, 4))
-        kv = fp4.SiteShape(attention, 2, 256)
-        mid = fp4.SiteShape(layers, 8, 512)
-        return {
-            "expert_in": fp4.SiteShape(layers, 1, 2048), "expert_mid": mid, "k": kv, "v": kv
-        }  # fmt: skip
 
 
 def test_every_site_of_every_layer_of_the_35b_shape_takes_less_than_the_papers_plan():
