@@ -6,8 +6,8 @@ The run's newest policy generates; every code is recorded; the trainer's forward
 each candidate: an encoding (bits, or parity checks for so many values in doubt), some sites, and
 as many layers from the input up as the budget pays for, since a layer is only as exact as those
 below it. The least gap wins, and of equal gaps the fewest bytes. What is shown for it is measured
-again on other rollouts. Prints the flags to train with; --out keeps the rows and fills the section
-"adaptive" of the README beside it.
+again on other rollouts. Prints the flags to train with; --out is replaced by the rows, and so is
+the section "adaptive" of the README beside it.
 """
 
 from pathlib import Path
@@ -25,13 +25,14 @@ from trace_jax.model import ModelConfig
 RUN = flags.DEFINE_string("run", None, "Run folder of a trained policy.")
 BUDGET = flags.DEFINE_list("budget", None, "Bytes a token, one or more.")
 NOISE = flags.DEFINE_list("noise", None, "Relative engine noise; that of the run by default.")
-OUT = flags.DEFINE_string("out", None, "Result file to add the rows to.")
+OUT = flags.DEFINE_string("out", None, "Result file; replaced.")
 
 CHECKS = (0.02, 0.05, 0.1, 0.2)
 ENCODINGS = ({}, {"scale_bits": 1}, *({"checks": c, "scale_bits": 1} for c in CHECKS))
 PLACES = (SITES, ("expert_in", "k", "v"), ("k", "v"))
 AS_GOOD = 1.05  # gaps within this factor, or both float noise, count as equal
 FLOAT_NOISE = 1e-6
+AGREEMENTS = [f"agreement_{site}" for site in SITES]  # of a row; those of the sites in FP4
 OTHERS = 3  # rollouts that a chosen plan is shown by
 
 
@@ -100,15 +101,14 @@ def main():
             row = {"noise": noise, "budget": budget, "flags": flags_of(plan) if budget else ""}
             row |= {"bytes_per_token": shown[0]["bytes_per_token"], "candidates": len(some)}
             row["gaps"] = [r["gap_mean"] for r in shown]
-            row["agreement"] = min(r[f"agreement_{s}"] for r in shown for s in SITES)
+            row["agreement"] = min(r[k] for r in shown for k in AGREEMENTS if k in r)
             rows.append(row | facts)
     print(table(rows))
     if OUT.value:
-        for row in rows:
-            results.append_row(Path(OUT.value), row)
-        known = results.read_rows(Path(OUT.value))
-        results.replace_section(Path(OUT.value).parent / "README.md", "adaptive", table(known))
-    cli.print_json({"rows": len(rows), "flags": {f"{r['budget']:g}": r["flags"] for r in rows}})
+        out = Path(OUT.value)
+        results.write_rows(out, rows)
+        results.replace_section(out.parent / "README.md", "adaptive", table(rows))
+    cli.print_json({"plans": [{k: r[k] for k in ("noise", "budget", "flags")} for r in rows]})
 
 
 def table(rows: list[dict]) -> str:

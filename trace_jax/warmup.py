@@ -70,6 +70,7 @@ class WarmStart:
     def __init__(self, config: Config, layout: Layout | None = None):
         self.config = config
         self.tx = optimizer(config)
+        self.ways = 1 if layout is None else layout.row_ways
         self.numerics = model.numerics(config.model, bf16_precision(config), layout=layout)
         self.step = jax.jit(self._step, donate_argnums=0)
 
@@ -83,7 +84,8 @@ class WarmStart:
             model.unembedding(params, out.hidden.dtype),
             tokens[:, 1:],
             temperature=1.0,
-            chunk=self.config.rl.logprob_chunk,
+            chunk=self.config.rl.logprob_chunk * self.ways,
+            ways=self.ways,
         )
         mask = mask[:, 1:]
         count = jnp.maximum(jnp.sum(mask), 1)
