@@ -78,3 +78,8 @@ def moe_rollout() -> Rollout:
     keys = request_keys(0, 0, slots // SAMPLES, slots % SAMPLES)
     lengths = jnp.asarray([PROMPT, 3] * (PROMPTS // 2), jnp.int32)
     return engine(params, tokens, lengths, keys, version=VERSION, noise_seed=1)
+
+
+def moe_logp(learner: Learner, rolled=None, version=VERSION) -> np.ndarray:
+    rolled = moe_rollout() if rolled is None else rolled
+    return np.asarray(learner.score(params_of(learner.config.model), rolled, version))

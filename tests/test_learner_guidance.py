@@ -4,21 +4,15 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from helpers import params_of
 from learner_helpers import (
     RESPONSE,
     VERSION,
     moe,
+    moe_logp,
     moe_rollout,
 )
 
 from trace_jax.rl.batches import response_window
-from trace_jax.rl.learner import Learner
-
-
-def moe_logp(learner: Learner, rolled=None, version=VERSION) -> np.ndarray:
-    rolled = moe_rollout() if rolled is None else rolled
-    return np.asarray(learner.score(params_of(learner.config.model), rolled, version))
 
 
 def gap(logp: np.ndarray) -> float:

@@ -9,21 +9,9 @@ import numpy as np
 import pytest
 from helpers import MOE, params_of
 from hypothesis import strategies as st
+from learner_helpers import LENGTH, LENGTHS, ROWS, config_of, learner_of, moe, moe_logp, moe_rollout
 from test_layer_kinds import HYBRID, LATENT
-from test_learner import (
-    ADVANTAGES,
-    LENGTH,
-    LENGTHS,
-    LIVE,
-    ROWS,
-    config_of,
-    gradient,
-    learner_of,
-    moe,
-    moe_logp,
-    moe_rollout,
-    rollout,
-)
+from test_learner import ADVANTAGES, LIVE, gradient, rollout
 
 from trace_jax import model
 from trace_jax.fp4 import PrecisionPolicy, Rule
