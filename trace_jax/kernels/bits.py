@@ -42,6 +42,45 @@ def codes_of(words: jax.Array) -> jax.Array:
     return jnp.stack(codes, axis=-1)
 
 
+# Where a pair of weights keeps the bits of its codes (mantissa, exponent, sign): [pair][half][bit].
+_WEIGHT_BITS = np.array(
+    [
+        [[(at + 16 * half) % 32 for at in places] for half in range(2)]
+        for places in (
+            [6, 7, 8, 15],  # the BF16 positions themselves
+            [12, 13, 14, 21],  # rotated left by 6
+            [2, 3, 4, 11],  # shifted right by 4
+            [0, 1, 10, 9],  # what is left: three bits shifted right by 6, one left by 2
+        )
+    ]
+)
+
+
+def interlock_weights(packed: jax.Array) -> jax.Array:
+    """As `interlock`, in the form that Hopper's products unpack with the fewest integer operations.
+
+    A pair's bits cross the halves of the word, so it has to be written whole. See
+    `decode_weights` in cuda/common.cuh.
+    """
+    word = jnp.zeros(packed.shape[:-1], jnp.uint32)
+    for pair in range(4):
+        byte = packed[..., pair].astype(jnp.uint32)
+        for bit in range(8):
+            word |= (byte >> bit & 1) << int(_WEIGHT_BITS[pair].reshape(-1)[bit])
+    return word
+
+
+def codes_of_weights(words: jax.Array) -> jax.Array:
+    """Inverse of `interlock_weights`: uint32 [...] to uint8 codes [..., 8]."""
+    codes = []
+    for places in _WEIGHT_BITS.reshape(8, 4):
+        code = jnp.zeros(words.shape, jnp.uint32)
+        for bit, place in enumerate(places):
+            code |= (words >> int(place) & 1) << bit
+        codes.append(code.astype(jnp.uint8))
+    return jnp.stack(codes, axis=-1)
+
+
 def to_e5m3(scale_bytes: jax.Array) -> jax.Array:
     """E4M3 scale bytes (sign clear) as the kernels' E5M3 bytes; a zero stays 0."""
     return jnp.asarray(_E5M3)[scale_bytes & 127]

@@ -19,7 +19,13 @@ from flax import struct
 from trace_jax.fp4 import formats
 from trace_jax.fp4.qtensor import QTensor
 from trace_jax.kernels import dispatch, expert_matmul_tpu, triton_call
-from trace_jax.kernels.bits import codes_of, interlock, to_e5m3
+from trace_jax.kernels.bits import (
+    codes_of,
+    codes_of_weights,
+    interlock,
+    interlock_weights,
+    to_e5m3,
+)
 
 _CHUNK = 64  # of K; see cuda/expert_matmul.cu
 _BLOCK = 16  # values that share a scale in the layouts
@@ -108,7 +114,7 @@ def _chunks(k: int) -> int:
 
 
 def _lay_out_fp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
-    """Tiled bytes to chunks of 576 bytes: 32 lanes x 16 bytes of codes, then x 2 scales.
+    """Tiled bytes to chunks of 576 bytes: 32 lanes x 16 bytes of codes, then 2 x 32 scales.
 
     Lane 4 g + t holds outputs g and g + 8 and the 16 values of K from 16 t on.
     """
@@ -117,10 +123,10 @@ def _lay_out_fp4(packed: jax.Array, scales: jax.Array) -> jax.Array:
     pad = [(0, 0)] * 4
     packed = jnp.pad(packed, [*pad, (0, chunks * 32 - packed.shape[-1])])
     scales = jnp.pad(scales, [*pad, (0, chunks * 4 - scales.shape[-1])])
-    words = interlock(packed.reshape(e, tiles, 2, 8, chunks, 4, 2, 4))
+    words = interlock_weights(packed.reshape(e, tiles, 2, 8, chunks, 4, 2, 4))
     words = words.transpose(0, 1, 4, 3, 5, 2, 6)  # e, tile, chunk, g, t, half, word
     codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(e, tiles, chunks, 512)
-    scales = scales.reshape(e, tiles, 2, 8, chunks, 4).transpose(0, 1, 4, 3, 5, 2)
+    scales = scales.reshape(e, tiles, 2, 8, chunks, 4).transpose(0, 1, 4, 2, 3, 5)
     return jnp.concatenate([codes, scales.reshape(e, tiles, chunks, 64)], axis=-1)
 
 
@@ -237,8 +243,9 @@ def decode_layout(weights: ExpertWeights) -> jax.Array:
         words = jax.lax.bitcast_convert_type(
             weights.data[..., :512].reshape(e, tiles, chunks, 8, 4, 2, 2, 4), jnp.uint32
         )
-        value = formats.decode_e2m1(codes_of(words))  # e, tile, chunk, g, t, half, word, 8
-        scale = weights.data[..., 512:].reshape(e, tiles, chunks, 8, 4, 2, 1, 1)
+        value = formats.decode_e2m1(codes_of_weights(words))  # e, tile, chunk, g, t, half, word, 8
+        scale = weights.data[..., 512:].reshape(e, tiles, chunks, 2, 8, 4)
+        scale = scale.transpose(0, 1, 2, 4, 5, 3)[..., None, None]
         value = value * _scale_values(scale)
         value = value.transpose(0, 1, 5, 3, 2, 4, 6, 7)
     else:

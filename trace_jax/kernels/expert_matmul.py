@@ -308,8 +308,7 @@ def matmul(
 # The kernels that cuda/expert_matmul.cu compiles, in its order:
 # (FP4?, smallest rows an expert on average for which it is chosen, few rows?).
 HOPPER_VARIANTS = (
-    (True, 0.0, False), (True, 0.5, False), (True, 6.0, False), (True, 96.0, False),
-    (False, 0.0, False), (False, 0.5, False), (False, 96.0, False),
+    (True, 0.0, False), (False, 0.0, False), (False, 48.0, False),
     (True, 0.0, True), (True, 0.5, True),
 )  # fmt: skip
 _FEW_ROWS = 4.0  # an expert on average; from here on the others are as fast

@@ -26,6 +26,14 @@ __device__ __forceinline__ void decode_word(uint32_t w, uint32_t* pairs) {
   pairs[3] = ((w << 1) & 0x80008000u) | ((w >> 5) & 0x01000100u) | ((w >> 4) & 0x00C000C0u);
 }
 
+// The same of a word of weights (bits.interlock_weights), in nine instructions.
+__device__ __forceinline__ void decode_weights(uint32_t w, uint32_t* pairs) {
+  pairs[0] = w & kPairMask;
+  pairs[1] = __funnelshift_r(w, w, 6) & kPairMask;
+  pairs[2] = (w << 4) & kPairMask;
+  pairs[3] = ((w << 6) & 0x80C080C0u) | ((w >> 2) & 0x01000100u);
+}
+
 // Block scales are kept as E5M3: bits (exponent + 10) << 3 | mantissa, every E4M3 value
 // normal. Bytes LO and HI of `bytes` to a bf16x2 of scale * 2^POWER, in two instructions.
 template <int LO, int HI, int POWER = 117>
@@ -33,6 +41,12 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t bytes) {
   constexpr uint32_t select = 0x4040u | LO | (HI << 8);
   constexpr uint32_t bias = (POWER + 127 - 10) << 7;
   return __byte_perm(bytes, 0, select) * 16u + (bias | (bias << 16));
+}
+
+// One byte of scale to a bf16x2 of twice the same.
+__device__ __forceinline__ uint32_t scale_twice(uint32_t byte) {
+  constexpr uint32_t bias = (117 + 127 - 10) << 7;
+  return byte * 0x00100010u + (bias | (bias << 16));
 }
 
 __device__ __forceinline__ void mma(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,

@@ -5,15 +5,16 @@
 // `pack_mid` quantizes what lies between the two products on the way.
 // `expert_matmul` runs persistent blocks, one a multiprocessor, each with an equal share of the
 // work of all experts that have rows. A unit of work is up to 4 * WGS tiles of 16 outputs times
-// up to NMAX rows of one expert. K streams through a ring of stages: four warps fetch weights
+// up to NMAX rows of one expert; the warp that fetches rows says which unit a stage belongs to. K streams through a ring of stages: four warps fetch weights
 // and rows by bulk copies, WGS warpgroups multiply, one tile a warp. Weights are laid out so that
 // a lane's 16-byte load is its A operand; up to 16 rows use mma.sync, more use wgmma with the
 // decoded weights in registers, so that decoding is paid once for all rows of a unit.
 // Few rows of some K have a kernel of their own, which gathers nothing: expert_few.cuh.
 //
 // A row's result does not depend on the other rows: however it is computed, its sum over K runs in
-// CHAINS chains, chunk c of K in chain c % CHAINS, which are added up as (0 + 2) + (1 + 3).
+// one chain of tensor-core products.
 #include "common.cuh"
+#include "epilogue.cuh"
 #include "expert_schedule.cuh"
 #include "fake_quantize.cuh"
 #include "wgmma.cuh"
@@ -22,8 +23,6 @@
 namespace ffi = xla::ffi;
 
 namespace trace_jax {
-
-enum Epilogue { kPlain = 0, kSilu = 1, kClamped = 2 };
 
 struct Args {
   const uint8_t* weight;       // [experts][tiles][chunks][chunk bytes]
@@ -44,11 +43,9 @@ constexpr int kWeightWarps = 3;    // a bulk copy costs its warp about a hundred
 
 template <int FP4> constexpr int kChunkBytes = FP4 ? 576 : 2048;
 
-template <int FP4_, int WGS_, int NMAX_, int KS_, int STAGES_, bool DEAL_, int CHAINS_>
+template <int FP4_, int WGS_, int NMAX_, int KS_, int STAGES_>
 struct Config {
   static constexpr int FP4 = FP4_, WGS = WGS_, NMAX = NMAX_, KS = KS_, STAGES = STAGES_;
-  static constexpr bool DEAL = DEAL_;
-  static constexpr int CHAINS = CHAINS_;  // 4: up to 16 rows an expert, whose K warps may share
   static constexpr int kTiles = WGS * 4;  // of 16 outputs, one a warp
   static constexpr int kConsumers = WGS * 128;
   static constexpr int kThreads = kConsumers + 128;
@@ -56,10 +53,10 @@ struct Config {
   static constexpr int kWeightBytes = kTiles * kTileBytes;
   static constexpr int kGroupBytes = KS * 1024;  // 8 rows of a stage
   static constexpr int kStageBytes = kWeightBytes + NMAX / 8 * kGroupBytes;
-  static constexpr int kSumBytes = kTiles * 512;
   static constexpr int kInfoBytes = kInfoRing * NMAX * 8;
+  static constexpr int kUnitBytes = kInfoRing * sizeof(Unit);
   static constexpr int kShared =
-      STAGES * (kStageBytes + 16) + kSumBytes + kInfoBytes + Table::kBytes;
+      STAGES * (kStageBytes + 16) + kInfoBytes + kUnitBytes + Table::kBytes;
 };
 
 // A ring position and the parity of its barriers.
@@ -75,16 +72,16 @@ struct Cursor {
 template <class C>
 struct Shared {
   uint8_t* stages;
-  float4* sums;
-  int2* info;  // [kInfoRing][NMAX]
+  int2* info;   // [kInfoRing][NMAX]
+  Unit* units;  // [kInfoRing]; one without rows ends them
   uint64_t *full, *empty;
   void* table;
 
   __device__ __forceinline__ explicit Shared(uint8_t* at) {
     stages = at;
-    sums = reinterpret_cast<float4*>(at += C::STAGES * C::kStageBytes);
-    info = reinterpret_cast<int2*>(at += C::kSumBytes);
-    full = reinterpret_cast<uint64_t*>(at += C::kInfoBytes);
+    info = reinterpret_cast<int2*>(at += C::STAGES * C::kStageBytes);
+    units = reinterpret_cast<Unit*>(at += C::kInfoBytes);
+    full = reinterpret_cast<uint64_t*>(at += C::kUnitBytes);
     empty = full + C::STAGES;
     table = empty + C::STAGES;
   }
@@ -180,8 +177,8 @@ __global__ void __launch_bounds__(128) pack_mid(const __grid_constant__ Args p,
 }
 
 // One of kWeightWarps: every unit's weights, a lane a tile.
-template <class C, class Walk>
-__device__ __forceinline__ void fetch_weights(const Args& p, const Shared<C>& s, Walk walk,
+template <class C>
+__device__ __forceinline__ void fetch_weights(const Args& p, const Shared<C>& s, Deal<C> walk,
                                               int warp) {
   constexpr int bytes = kChunkBytes<C::FP4>;
   int lane = threadIdx.x & 31, tile = lane * kWeightWarps + warp;
@@ -206,11 +203,13 @@ __device__ __forceinline__ void fetch_weights(const Args& p, const Shared<C>& s,
     }
   }
   if (count < 2) named_barrier(2, 128);
+  barrier_wait(s.empty + ring.at, ring.parity ^ 1);
+  if (lane == 0) barrier_arrive(s.full + ring.at);
 }
 
 // One warp: every unit's packed rows, a lane a group, and with its first stage their information.
-template <class C, class Walk>
-__device__ __forceinline__ void fetch_rows(const Args& p, const Shared<C>& s, Walk walk) {
+template <class C>
+__device__ __forceinline__ void fetch_rows(const Args& p, const Shared<C>& s, Deal<C> walk) {
   int lane = threadIdx.x & 31, index = 0;
   uint64_t policy = evict_last_policy();
   Cursor<C::STAGES> ring;
@@ -225,7 +224,10 @@ __device__ __forceinline__ void fetch_rows(const Args& p, const Shared<C>& s, Wa
     for (int chunk = 0; chunk < p.chunks; chunk += C::KS, ring.advance()) {
       int size = min(C::KS, p.chunks - chunk) * 1024;
       barrier_wait(s.empty + ring.at, ring.parity ^ 1);
-      if (lane == 0) barrier_expect(s.full + ring.at, groups * (size + (chunk == 0 ? 64 : 0)));
+      if (lane == 0) {
+        if (chunk == 0) s.units[index] = u;
+        barrier_expect(s.full + ring.at, groups * (size + (chunk == 0 ? 64 : 0)));
+      }
       __syncwarp();
       if (lane < groups)
         bulk_load(s.stages + ring.at * C::kStageBytes + C::kWeightBytes + lane * C::kGroupBytes,
@@ -238,6 +240,11 @@ __device__ __forceinline__ void fetch_rows(const Args& p, const Shared<C>& s, Wa
     index = (index + 1) % kInfoRing;
   }
   if (count < C::STAGES) named_barrier(2, 128);
+  barrier_wait(s.empty + ring.at, ring.parity ^ 1);
+  if (lane == 0) {
+    s.units[index].rows = 0;
+    barrier_arrive(s.full + ring.at);
+  }
 }
 
 // --- consumers -------------------------------------------------------------------------------
@@ -246,7 +253,7 @@ __device__ __forceinline__ void fetch_rows(const Args& p, const Shared<C>& s, Wa
 template <int FP4>
 struct Stored {
   uint4 v[FP4 ? 1 : 4];
-  uint32_t scales;
+  uint32_t scales[2];
 };
 
 template <int FP4>
@@ -255,7 +262,11 @@ __device__ __forceinline__ Stored<FP4> load_stored(const uint8_t* w, int lane) {
 #pragma unroll
   for (int i = 0; i < (FP4 ? 1 : 4); i++)
     s.v[i] = *reinterpret_cast<const uint4*>(w + i * 512 + lane * 16);
-  if (FP4) s.scales = *reinterpret_cast<const uint16_t*>(w + 512 + lane * 2);
+  // Two loads of a byte: taking a pair apart costs two integer instructions.
+  if (FP4) {
+    s.scales[0] = w[512 + lane];
+    s.scales[1] = w[544 + lane];
+  }
   return s;
 }
 
@@ -264,12 +275,12 @@ template <int FP4>
 __device__ __forceinline__ void decode(const Stored<FP4>& s, uint32_t* a) {
   if constexpr (FP4) {
     const uint4& codes = s.v[0];
-    uint32_t s0 = scale_pair<0, 0>(s.scales), s1 = scale_pair<1, 1>(s.scales);
+    uint32_t s0 = scale_twice(s.scales[0]), s1 = scale_twice(s.scales[1]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       uint32_t first[4], second[4];
-      decode_word(half ? codes.y : codes.x, first);
-      decode_word(half ? codes.w : codes.z, second);
+      decode_weights(half ? codes.y : codes.x, first);
+      decode_weights(half ? codes.w : codes.z, second);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         int at = half * 8 + i / 2 * 4 + i % 2 * 2;
@@ -284,15 +295,6 @@ __device__ __forceinline__ void decode(const Stored<FP4>& s, uint32_t* a) {
       a[step * 4] = v.x; a[step * 4 + 1] = v.y; a[step * 4 + 2] = v.z; a[step * 4 + 3] = v.w;
     }
   }
-}
-
-__device__ __forceinline__ float gated(float gate, float up, int epilogue) {
-  if (epilogue == kClamped) {
-    gate = fminf(gate, 7.0f);
-    up = fminf(fmaxf(up, -7.0f), 7.0f);
-    return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
-  }
-  return gate / (1.0f + __expf(-gate)) * up;
 }
 
 template <class C>
@@ -358,10 +360,10 @@ struct Consumer {
     uint4 rows[GROUPS][2];
   };
   template <int GROUPS>
-  __device__ __forceinline__ Chunk<GROUPS> load_chunk(int tile, int c) const {
+  __device__ __forceinline__ Chunk<GROUPS> load_chunk(int c) const {
     Chunk<GROUPS> v;
     v.weights =
-        load_stored<C::FP4>(stage() + tile * C::kTileBytes + c * kChunkBytes<C::FP4>, lane);
+        load_stored<C::FP4>(stage() + warp * C::kTileBytes + c * kChunkBytes<C::FP4>, lane);
     uint32_t rows = shared_address(stage() + C::kWeightBytes) + c * 1024 + lane * 16;
 #pragma unroll
     for (int j = 0; j < GROUPS; j++)
@@ -386,65 +388,31 @@ struct Consumer {
     }
   }
 
-  // A unit of up to 16 rows. Where tiles are few, PARTS warps share a tile's K: chain c is that of
-  // part c % PARTS.
-  template <int GROUPS, int PARTS>
+  // A unit of up to 16 rows.
+  template <int GROUPS>
   __device__ __forceinline__ void few_rows(const Unit& u) {
-    static_assert(PARTS <= C::CHAINS, "a part has a chain or more");
-    constexpr int tiles = C::kTiles / PARTS, own = C::CHAINS / PARTS;
-    int tile = warp % tiles, part = warp / tiles;
-    bool active = tile < u.tiles;
-    float4 f = active ? factors(u, tile) : float4{};
-    float acc[own][GROUPS][4] = {};
+    bool active = warp < u.tiles;
+    float4 f = active ? factors(u, warp) : float4{};
+    float acc[GROUPS][4] = {};
     for (int chunk = 0; chunk < p.chunks; chunk += C::KS) {
       wait();
       int count = active ? min(C::KS, p.chunks - chunk) : 0;
-      if (count == C::KS && C::KS % C::CHAINS == 0) {
-        Chunk<GROUPS> next = load_chunk<GROUPS>(tile, part);
+      if (count == C::KS) {
+        Chunk<GROUPS> next = load_chunk<GROUPS>(0);
 #pragma unroll
-        for (int c = 0; c < C::KS; c += PARTS) {
+        for (int c = 0; c < C::KS; c++) {
           Chunk<GROUPS> now = next;
-          if (c + PARTS < C::KS) next = load_chunk<GROUPS>(tile, c + PARTS + part);
-          chunk_product<GROUPS>(now, acc[c / PARTS % own]);
+          if (c + 1 < C::KS) next = load_chunk<GROUPS>(c + 1);
+          else release(ring.at);
+          chunk_product<GROUPS>(now, acc);
         }
       } else {
-        for (int c = 0; c < count; c++) {
-          if ((chunk + c) % PARTS != part) continue;
-          Chunk<GROUPS> now = load_chunk<GROUPS>(tile, c);
-#pragma unroll
-          for (int i = 0; i < own; i++)
-            if ((chunk + c) / PARTS % own == i) chunk_product<GROUPS>(now, acc[i]);
-        }
+        for (int c = 0; c < count; c++) chunk_product<GROUPS>(load_chunk<GROUPS>(c), acc);
+        release(ring.at);
       }
-      release(ring.at);
       ring.advance();
     }
-    float sum[GROUPS][4];
-#pragma unroll
-    for (int j = 0; j < GROUPS; j++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        sum[j][i] = acc[0][j][i];
-        if constexpr (own >= 2) sum[j][i] += acc[own / 2][j][i];
-        if constexpr (own == 4) sum[j][i] += acc[1][j][i] + acc[3][j][i];
-      }
-    }
-    if constexpr (PARTS > 1) {
-      static_assert(GROUPS == 1, "there is room for the sums of 8 rows");
-      s.sums[warp * 32 + lane] = make_float4(sum[0][0], sum[0][1], sum[0][2], sum[0][3]);
-      named_barrier(1, C::kConsumers);
-      auto add = [&](int w) { return s.sums[(tile + w * tiles) * 32 + lane]; };
-      float4 other = add(1);
-      if constexpr (PARTS == 4) {
-        float4 second = add(2), fourth = add(3);
-        sum[0][0] += second.x; sum[0][1] += second.y;
-        sum[0][2] += second.z; sum[0][3] += second.w;
-        other.x += fourth.x; other.y += fourth.y; other.z += fourth.z; other.w += fourth.w;
-      }
-      sum[0][0] += other.x; sum[0][1] += other.y; sum[0][2] += other.z; sum[0][3] += other.w;
-      named_barrier(1, C::kConsumers);
-    }
-    if (active && part == 0) finish<GROUPS>(u, u.tile + tile, f, sum);
+    if (active) finish<GROUPS>(u, u.tile + warp, f, acc);
   }
 
   template <int N>
@@ -452,7 +420,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < 4; j++)
       wgmma<N>(acc, a[j * 4], a[j * 4 + 1], a[j * 4 + 2], a[j * 4 + 3],
-               operand_b(rows + j * 256, C::kGroupBytes));
+               operand_b(rows + j * 16, C::kGroupBytes));
     wgmma_commit();
   }
 
@@ -468,7 +436,8 @@ struct Consumer {
       __syncwarp();
       int count = active ? min(C::KS, p.chunks - chunk) : 0;
       const uint8_t* w = stage() + warp * C::kTileBytes;
-      uint32_t rows = shared_address(stage() + C::kWeightBytes);
+      uint32_t rows =
+          __shfl_sync(~0u, operand_low(shared_address(stage() + C::kWeightBytes)), 0);
       if (count == C::KS) {
         uint32_t a[2][16];
         Stored<C::FP4> next = load_stored<C::FP4>(w, lane);
@@ -478,7 +447,7 @@ struct Consumer {
         for (int c = 0; c < C::KS; c++) {
           if (c + 1 < C::KS)
             next = load_stored<C::FP4>(w + (c + 1) * kChunkBytes<C::FP4>, lane);
-          multiply<N>(acc, a[c % 2], rows + c * 1024);
+          multiply<N>(acc, a[c % 2], rows + c * 64);
           if (c + 1 < C::KS) decode(next, a[(c + 1) % 2]);
           wgmma_wait<0>();
           wgmma_fence();
@@ -488,7 +457,7 @@ struct Consumer {
           uint32_t a[16];
           decode(load_stored<C::FP4>(w + c * kChunkBytes<C::FP4>, lane), a);
           wgmma_fence();
-          multiply<N>(acc, a, rows + c * 1024);
+          multiply<N>(acc, a, rows + c * 64);
           wgmma_wait<0>();
         }
       }
@@ -499,24 +468,18 @@ struct Consumer {
       finish<N / 8>(u, u.tile + warp, f, reinterpret_cast<const float(*)[4]>(acc));
   }
 
-  template <class Walk>
-  __device__ __forceinline__ void run(Walk walk) {
-    Unit u;
-    for (; walk.next(u); index = (index + 1) % kInfoRing) {
-      if constexpr (C::CHAINS == 4) {
-        if (u.rows > 8) few_rows<2, 1>(u);
-        else if (u.tiles * 4 <= C::kTiles) few_rows<1, 4>(u);
-        else if (u.tiles * 2 <= C::kTiles) few_rows<1, 2>(u);
-        else few_rows<1, 1>(u);
-      } else {
-        if (u.rows <= 8) few_rows<1, 1>(u);
-        else if (u.rows <= 16) few_rows<2, 1>(u);
-        else if (u.rows <= 32) many_rows<32>(u);
-        else if (C::NMAX >= 48 && u.rows <= 48) many_rows<(C::NMAX >= 48 ? 48 : 32)>(u);
-        else if (C::NMAX >= 64 && u.rows <= 64) many_rows<(C::NMAX >= 64 ? 64 : 32)>(u);
-        else if (C::NMAX >= 96 && u.rows <= 96) many_rows<(C::NMAX >= 96 ? 96 : 32)>(u);
-        else many_rows<(C::NMAX >= 128 ? 128 : 32)>(u);
-      }
+  __device__ __forceinline__ void run() {
+    for (;; index = (index + 1) % kInfoRing) {
+      wait();
+      __syncwarp();
+      Unit u = s.units[index];
+      if (u.rows == 0) return;
+      // Few sizes: the instruction cache holds little more than the loops of these.
+      if (u.rows <= 8) few_rows<1>(u);
+      else if (u.rows <= 16) few_rows<2>(u);
+      else if (u.rows <= 32) many_rows<32>(u);
+      else if (u.rows <= 64) many_rows<64>(u);
+      else many_rows<C::NMAX>(u);
     }
   }
 };
@@ -532,13 +495,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) expert_matmul(const __grid_con
   }
   barrier_init_fence();
   // `pack_rows` has waited for all that was launched before it, so routing can be read.
-  auto work = [&](auto walk) {
-    if (warp < C::kTiles) Consumer<C>{p, s, lane, warp}.run(walk);
-    else if (warp < C::kTiles + kWeightWarps) fetch_weights<C>(p, s, walk, warp - C::kTiles);
-    else fetch_rows<C>(p, s, walk);
-  };
-  if constexpr (C::DEAL) work(deal<C>(p.offset, p.experts, p.tiles, Table(s.table)));
-  else work(share<C>(p.offset, p.experts, p.tiles, Table(s.table)));
+  Deal<C> walk = deal<C>(p.offset, p.experts, p.tiles, Table(s.table));
+  if (warp < C::kTiles) Consumer<C>{p, s, lane, warp}.run();
+  else if (warp < C::kTiles + kWeightWarps) fetch_weights<C>(p, s, walk, warp - C::kTiles);
+  else fetch_rows<C>(p, s, walk);
 }
 
 // Packs the rows and multiplies them. `fake`: the rows are those of a gated product, to be
@@ -584,15 +544,13 @@ struct Variant {
 
 // The order is that of HOPPER_VARIANTS in expert_matmul.py.
 static const Variant kVariants[] = {
-    // FP4?; warpgroups, rows of a unit, chunks of 64 along K a stage, stages, units dealt?, chains
-    VARIANT(1, 4, 16, 4, 4, true, 4),  VARIANT(1, 4, 64, 4, 3, false, 1),
-    VARIANT(1, 4, 64, 4, 3, true, 1),  VARIANT(1, 3, 128, 2, 4, true, 1),
-    VARIANT(0, 4, 16, 1, 6, true, 4),  VARIANT(0, 4, 64, 1, 5, true, 1),
-    VARIANT(0, 3, 128, 1, 5, true, 1),
-    // Few rows: chunks a warp, warps of K, groups of 8 rows, stages, blocks a multiprocessor; for
-    // K of 32 chunks and of 12.
-    {1, trace_jax::launch_few<FEW(4, 8, 1, 4, 2), FEW(3, 4, 1, 4, 4)>},
-    {1, trace_jax::launch_few<FEW(8, 4, 1, 3, 3), FEW(3, 4, 2, 4, 4)>},
+    // FP4?; warpgroups, rows of a unit, chunks of 64 along K a stage, stages
+    VARIANT(1, 4, 64, 4, 3),
+    VARIANT(0, 4, 64, 1, 5), VARIANT(0, 3, 128, 1, 5),
+    // Few rows: chunks a warp, warps of K, groups of 8 rows, stages, blocks a multiprocessor, early
+    // starts?; for K of 32 chunks and of 12.
+    {1, trace_jax::launch_few<FEW(4, 8, 1, 4, 2, true), FEW(3, 4, 1, 4, 4, true)>},
+    {1, trace_jax::launch_few<FEW(8, 4, 1, 3, 3, false), FEW(3, 4, 2, 4, 4, false)>},
 };
 
 using Bytes = ffi::Buffer<ffi::U8>;

@@ -21,7 +21,7 @@ __device__ __forceinline__ int part_height(int rows) {
   return ceil_div(ceil_div(rows, ceil_div(rows, NMAX)), 8) * 8;
 }
 
-struct Unit {
+struct alignas(16) Unit {
   int expert, tile, tiles, row, rows;
   int group;    // the first one, in the packed rows
   bool shared;  // other units read the same weights
@@ -49,88 +49,6 @@ __device__ __forceinline__ int inclusive_sum(int v, int lane) {
   }
   return v;
 }
-
-// --- contiguous shares: no block waits for another round of units ------------------------------
-
-// Relative time of a tile by the number of 8-row groups that share it.
-__device__ __forceinline__ int tile_cost(int groups) {
-  return groups == 1 ? 11 : groups == 2 ? 13 : groups <= 4 ? 17 : groups <= 6 ? 21
-         : groups <= 8 ? 25 : groups <= 12 ? 40 : 50;
-}
-
-// A block's share of all tiles, in units of tile_cost; walks it unit by unit.
-template <class C>
-struct Share {
-  const int* offset;
-  const int* cost;  // prefix sums
-  const int* each;  // of one tile of an expert, all its rows
-  int experts, all_tiles, low, high, grain;
-  int expert, tile, last, size, row, height;
-
-  // Where the cost of an expert's tiles reaches `cost`: whole units where shares are large.
-  __device__ __forceinline__ int boundary(int cost, int step) const {
-    return min((ceil_div(cost, step) + grain / 2) / grain * grain, all_tiles);
-  }
-
-  __device__ __forceinline__ void enter() {
-    int step = each[expert], from = cost[expert], to = cost[expert + 1];
-    tile = low > from ? boundary(low - from, step) : 0;
-    last = high < to ? boundary(high - from, step) : to > from ? all_tiles : 0;
-    if (tile >= last) return;
-    size = ceil_div(last - tile, ceil_div(last - tile, C::kTiles));
-    row = offset[expert];
-    height = part_height<C::NMAX>(offset[expert + 1] - row);
-  }
-  __device__ __forceinline__ bool next(Unit& u) {
-    while (tile >= last) {
-      if (++expert >= experts || cost[expert] >= high) return false;
-      enter();
-    }
-    int begin = offset[expert], end = offset[expert + 1];
-    u = {expert, tile, min(size, last - tile), row, min(height, end - row),
-         first_group(expert, begin) + (row - begin) / 8, end - begin > C::NMAX};
-    row += height;
-    if (row >= end) {
-      row = begin;
-      tile += size;
-    }
-    return true;
-  }
-};
-
-// Prefix sums of the experts' costs, a thread an expert; the first expert of this block's share.
-template <class C>
-__device__ __forceinline__ Share<C> share(const int* offset, int experts, int tiles, Table s) {
-  int e = threadIdx.x, lane = e & 31, warp = e >> 5, mine = 0;
-  if (e < experts) {
-    int first = offset[e], end = offset[e + 1], rows = end - first;
-    s.offset[e] = first;
-    if (e == experts - 1) s.offset[e + 1] = end;
-    int height = min(part_height<C::NMAX>(rows), ceil_div(rows, 8) * 8);
-    int each = rows ? ceil_div(rows, C::NMAX) * tile_cost(height / 8) : 0;
-    s.order[e] = each;
-    mine = tiles * each;
-  }
-  int sum = inclusive_sum(mine, lane);
-  if (lane == 31) s.totals[warp] = sum;
-  __syncthreads();
-  int other = lane < C::kThreads / 32 ? s.totals[lane] : 0;
-  int all = __reduce_add_sync(~0u, other), blocks = gridDim.x, b = blockIdx.x;
-  sum += __reduce_add_sync(~0u, lane < warp ? other : 0);
-  int mean = all / blocks, rest = all % blocks;
-  int low = mean * b + rest * b / blocks, high = mean * (b + 1) + rest * (b + 1) / blocks;
-  if (e < experts) {
-    s.before[e + 1] = sum;
-    if (e == 0) s.before[0] = 0;
-    if (sum > low && sum - mine <= low) s.totals[31] = e;
-  }
-  __syncthreads();
-  int grain = mean >= 3 * C::kTiles * tile_cost(1) ? C::kTiles : 1;
-  return {s.offset, s.before, s.order, experts, tiles, low, high, grain, s.totals[31] - 1,
-          0, 0, 0, 0, 0};
-}
-
-// --- units dealt one by one: experts of very different loads -----------------------------------
 
 // A block's units. All units stand in one list, those with many rows first, and are dealt to
 // the blocks back and forth, so that long units meet short ones.

@@ -10,14 +10,13 @@
 //
 // A row's sum over K runs in one chain, whatever the other rows are.
 #include "common.cuh"
+#include "epilogue.cuh"
 #include "wgmma.cuh"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace trace_jax {
-
-enum Epilogue { kPlain = 0, kSilu = 1, kClamped = 2 };
 
 struct PrefillArgs {
   const uint8_t* weight;       // [experts][tiles][chunks][576 or 2048]
@@ -50,13 +49,16 @@ __host__ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b -
 template <int FP4>
 struct Stored {
   uint4 v[FP4 ? 1 : 4];
-  uint32_t scales;
+  uint32_t scales[2];
 
   __device__ __forceinline__ void load(const uint8_t* chunk, int lane) {
 #pragma unroll
     for (int i = 0; i < (FP4 ? 1 : 4); i++)
       v[i] = __ldcs(reinterpret_cast<const uint4*>(chunk + i * 512 + lane * 16));
-    if (FP4) scales = __ldcs(reinterpret_cast<const uint16_t*>(chunk + 512 + lane * 2));
+    if (FP4) {
+      scales[0] = __ldcs(chunk + 512 + lane);
+      scales[1] = __ldcs(chunk + 544 + lane);
+    }
   }
 
   // BF16 values of output HALF, in the order of K; FP4 ones / kUnscale.
@@ -64,9 +66,9 @@ struct Stored {
   __device__ __forceinline__ void decode(uint4* out) const {
     uint32_t words[8];
     if constexpr (FP4) {
-      decode_word(HALF ? v[0].z : v[0].x, words);
-      decode_word(HALF ? v[0].w : v[0].y, words + 4);
-      uint32_t scale = HALF ? scale_pair<1, 1>(scales) : scale_pair<0, 0>(scales);
+      decode_weights(HALF ? v[0].z : v[0].x, words);
+      decode_weights(HALF ? v[0].w : v[0].y, words + 4);
+      uint32_t scale = scale_twice(scales[HALF]);
 #pragma unroll
       for (int i = 0; i < 8; i++) words[i] = mul_bf16x2(words[i], scale);
     } else {
@@ -231,16 +233,6 @@ __device__ __forceinline__ void fetch(const PrefillArgs& p, Ring ring, Walk walk
 }
 
 // --- the multiplying warpgroups -------------------------------------------------------------------
-
-// (Quotients are to be rounded to BF16, so approximate ones do.)
-__device__ __forceinline__ float gated(float gate, float up, int epilogue) {
-  if (epilogue == kClamped) {
-    gate = fminf(gate, 7.0f);
-    up = fminf(fmaxf(up, -7.0f), 7.0f);
-    return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
-  }
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}
 
 // What is needed at the end of a tile and loaded at its start: a lane's two rows.
 struct RowInfo {

@@ -18,12 +18,15 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Descriptor of a B operand in shared memory, no swizzle: 8 rows x 16 bytes contiguous, the
-// other 8 of K 128 bytes on, the next 8 rows `stride` bytes on. (Built from halves: 64-bit sums
-// would cost as much as the decoding of a pair.)
-__device__ __forceinline__ uint64_t operand_b(uint32_t address, uint32_t stride) {
+// other 8 of K 128 bytes on, the next 8 rows `stride` bytes on. Its low half, of a place `bytes` on,
+// is `operand_low` of the first plus bytes / 16. (In halves: 64-bit sums would cost as much as the
+// decoding of a pair.)
+__device__ __forceinline__ uint32_t operand_low(uint32_t address) {
+  return (address >> 4) | (8u << 16);
+}
+__device__ __forceinline__ uint64_t operand_b(uint32_t low, uint32_t stride) {
   uint64_t descriptor;
-  asm("mov.b64 %0, {%1, %2};"
-      : "=l"(descriptor) : "r"((address >> 4) | (8u << 16)), "r"(stride >> 4));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(stride >> 4));
   return descriptor;
 }
 
