@@ -175,14 +175,15 @@ def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
     splits = ka.split_count(split, max_pages)
     slots = splits * batch * KV_HEADS
     out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))
-    jax.block_until_ready((pools, table, lengths, q, out, partial))
+    arrived = jnp.zeros(batch * KV_HEADS, jnp.int32)
+    jax.block_until_ready((pools, table, lengths, q, out, partial, arrived))
     sums = ctypes.c_void_p(partial.unsafe_buffer_pointer() + slots * 8 * HEAD * 4)
     rows = []
     for i, warps in variants:
         us = lib.bench_paged_attention(
             i, pointers(pools), len(pools), pointer(table), pointer(lengths), pointer(q),
-            pointer(out), pointer(partial), sums, batch, KV_HEADS, GROUP, max_pages,
-            warps * ka.BLOCKS, split, splits, ctypes.c_float(HEAD**-0.5), 9,
+            pointer(out), pointer(partial), sums, pointer(arrived), batch, KV_HEADS, GROUP,
+            max_pages, warps * ka.BLOCKS, split, splits, ctypes.c_float(HEAD**-0.5), 9,
         )  # fmt: skip
         case = f"{kind} pages, {batch} x {context}"
         byte_count = pools[0].nbytes + q.nbytes + out.nbytes

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -21,7 +22,8 @@ from trace_jax.kernels import (
 )
 from trace_jax.kernels import expert_matmul as em
 
-SOURCES = ("expert_matmul", "kv_append", "paged_attention", "quantize", "route")
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "cuda"
+SOURCES = sorted([*cuda_build.SOURCES.glob("*.cu"), *BENCHMARKS.glob("*.cu")])
 
 
 def test_platform_is_a_name():
@@ -91,14 +93,12 @@ def test_a_failing_compiler_is_one_clear_line(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOURCES)
-def test_compiles_for_hopper(name, tmp_path):
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_compiles_for_hopper(source, tmp_path):
     nvcc = cuda_build.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc on PATH or in the nvidia wheels: the CUDA sources are not compiled")
-    arguments = cuda_build.command(
-        nvcc, cuda_build.SOURCES / f"{name}.cu", tmp_path / "out.so", jax.ffi.include_dir()
-    )
+    arguments = cuda_build.command(nvcc, source, tmp_path / "out.so", jax.ffi.include_dir())
     result = subprocess.run(
         [*arguments, "-Xptxas=-warn-spills"], capture_output=True, text=True, timeout=600
     )
