@@ -171,7 +171,7 @@ def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
     q = jax.random.normal(jax.random.key(3), (batch, KV_HEADS * GROUP, HEAD), jnp.bfloat16)
     chosen = ka.HOPPER_VARIANTS[kind, HEAD]
     variants = chosen if FLAGS.all else chosen[:1]
-    split = ka.split_pages(batch * KV_HEADS, max_pages)
+    split = ka.split_pages(batch * KV_HEADS, max_pages, ka.BLOCKS * chosen[0][1])
     splits = ka.split_count(split, max_pages)
     slots = splits * batch * KV_HEADS
     out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))

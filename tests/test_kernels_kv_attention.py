@@ -165,6 +165,18 @@ def test_splits_of_any_size(kind, split):
     check(out, oracle(q, k, v, lengths, 0.1))
 
 
+@pytest.mark.parametrize("kind", kv_units.KINDS)
+@pytest.mark.parametrize("batch, pages", [(64, 129), (16, 513), (256, 33), (320, 33), (496, 129)])
+def test_splits_leave_few_warps_idle(kind, batch, pages):
+    """The rounds that the splits make cost at most 40 % more than even shares would."""
+    warps = ka.BLOCKS * ka.HOPPER_VARIANTS[kind, 128][0][1]
+    split = ka.split_pages(4 * batch, pages, warps)
+    splits = ka.split_count(split, pages)
+    assert 8 <= split <= 20 or splits == 1
+    rounds = -(-4 * batch * splits // warps)
+    assert rounds * pages / splits <= 1.4 * 4 * batch * pages / warps
+
+
 @ON_GPU
 @KINDS
 def test_a_sequence_gives_the_same_bits_alone_and_in_company(kind):

@@ -75,13 +75,20 @@ def _reference(q, pages, table, lengths, scale, window, sink, recent):
     return out.reshape(batch, heads, d).astype(jnp.bfloat16)
 
 
-def split_pages(tiles: int, max_pages: int) -> int:
+def split_pages(tiles: int, pages: int, warps: int) -> int:
     """Pages of a partial result of the Hopper kernel, for `tiles` (sequence, KV head)s.
 
-    Shapes alone decide, so that a sequence gives the same bits whatever the others are: many
-    pages want few partial results, few want all multiprocessors busy.
+    The size that takes `warps` warps the least time where all sequences have `pages` pages: a split
+    is a warp's, so the splits of all make rounds, and one costs a page more than it reads. At most
+    20, so that shares are still even where lengths are not. Shapes alone decide, so that a sequence
+    gives the same bits whatever the others are.
     """
-    return 16 if tiles * max_pages >= 8 * 16 * BLOCKS else 8
+
+    def time(split: int) -> float:
+        splits = split_count(split, pages)
+        return -(-tiles * splits // warps) * (pages / splits + 1)
+
+    return min(range(8, 21), key=time)
 
 
 def split_count(split: int, pages: int) -> int:
@@ -100,7 +107,8 @@ def hopper_call(
     batch, heads, d = q.shape
     index, warps = variant or HOPPER_VARIANTS[pages.kind, d][0]
     tiles = batch * pages.kv_heads * -(-heads // pages.kv_heads // 8)
-    split = split or split_pages(tiles, max_pages)
+    seen = min(max_pages, window // PAGE + 1) if window else max_pages
+    split = split or split_pages(tiles, seen, BLOCKS * warps)
     splits = split_count(split, max_pages) + rings
     out = (
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
