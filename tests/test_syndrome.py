@@ -15,6 +15,7 @@ from experiments.forwards import Subject, comparison, sampler
 from trace_jax import fp4
 from trace_jax.fp4 import NVFP4, GuidancePlan, Guide, formats, syndrome
 from trace_jax.model import ModelConfig
+from trace_jax.model.remat import checkpointed
 
 POW2 = NVFP4.replace(outer="pow2")
 DOUBTFUL = 0.05
@@ -81,8 +82,9 @@ def test_of_dependent_columns_the_least_doubtful_bit_keeps_its_own():
     matrix[1, 4] = matrix[2, 7] = 1
     wrong = matrix[0]
     at = np.array([0, 1, 2, 5])
-    equations = np.concatenate([matrix[at], wrong[None]]).T[None]
-    flips, holds = syndrome._solve(syndrome._pack(jnp.asarray(equations)), len(at))
+    packed = matrix[at].astype(np.uint32) @ (1 << np.arange(24, dtype=np.uint32))[:, None]
+    planes = syndrome._planes(jnp.asarray(packed)[None], matrix.shape[1])
+    flips, holds = syndrome._solve(planes, jnp.asarray(wrong, bool)[None], len(at))
     np.testing.assert_array_equal(flips, [[True, False, False, False]])
     assert holds.all()
 
@@ -182,6 +184,30 @@ def test_bytes_are_those_of_the_record(width, scale_bits):
 def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         GuidancePlan(**changes)
+
+
+def primitives(jaxpr, name: str) -> int:
+    """How often a primitive stands in a jaxpr and those inside it."""
+    inner = [v for e in jaxpr.eqns for v in jax.tree.leaves(list(e.params.values()))]
+    inner = [getattr(v, "jaxpr", v) for v in inner]
+    found = sum(primitives(j, name) for j in inner if hasattr(j, "eqns"))
+    return found + sum(e.primitive.name == name for e in jaxpr.eqns)
+
+
+def test_a_layer_that_is_made_again_is_not_solved_again():
+    rollout_x, x = pair(0.002, 256, rows=4)
+    rollout = fp4.quantize_site(rollout_x, POW2)
+    guide = Guide(
+        fp4.compact(rollout.codes, rollout.scale_bytes, PLAN), PLAN, jnp.ones(4, bool)
+    )
+
+    def layer(x, _):
+        return jnp.sin(fp4.quantize_site(x, POW2, guide).value.astype(jnp.float32)), None
+
+    loss = lambda x: jnp.sum(jax.lax.scan(checkpointed(layer, ()), x, None, length=3)[0])
+    gradient = jax.make_jaxpr(jax.grad(loss))(x).jaxpr
+    assert primitives(gradient, "top_k") == 1
+    assert primitives(gradient, "cos") == 1  # of values that were made again
 
 
 # --- through the model ------------------------------------------------------------------------

@@ -21,12 +21,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
 from trace_jax.fp4 import formats, syndrome
 from trace_jax.fp4.formats import NVFP4, Format
 from trace_jax.fp4.rounding import NEAREST, Rounding, fp4_round, midpoints, straight_through
 
 SITES = ("expert_in", "expert_mid", "k", "v")
+SOLVED = "solved_bits"  # name of what rematerialization keeps
 
 
 class SiteShape(NamedTuple):
@@ -355,7 +357,10 @@ def _told(guide: Guide, u: jax.Array, scale: jax.Array, fmt: Format, width: int)
     doubt = jnp.abs(magnitude - middle) / middle  # noise of a product's inputs is relative
     own, doubt = (formats.from_blocks(a, width) for a in (own, doubt))
     bits, holds = syndrome.recover(guide.stored.bits, _pad_to(own, 8), _pad_to(doubt, 8, jnp.inf))
-    return formats.to_blocks(bits[..., :width], fmt), obey & holds[..., None]
+    # Solved once: a backward pass that makes the layer again takes these.
+    bits = checkpoint_name(jnp.packbits(bits, axis=-1, bitorder="little"), SOLVED)
+    holds = checkpoint_name(holds, SOLVED)
+    return formats.to_blocks(formats.unpack(bits, 1)[..., :width], fmt), obey & holds[..., None]
 
 
 def _received(guide: Guide, own: formats.Scaled, fmt: Format) -> tuple[jax.Array, jax.Array]:

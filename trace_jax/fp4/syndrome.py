@@ -40,6 +40,13 @@ def _matrix(width: int, checks: int) -> np.ndarray:
     return np.random.RandomState(width).randint(0, 2, (width, checks), np.uint8)
 
 
+@functools.cache
+def _packed_matrix(width: int, checks: int) -> np.ndarray:
+    """uint32 [width, ceil(checks / 32)]: a value's checks as bits, low ones first."""
+    bits = np.pad(_matrix(width, checks), [(0, 0), (0, -checks % _WORD)])
+    return np.packbits(bits, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
 def _parities(bits: jax.Array, checks: int) -> jax.Array:
     """uint8 [..., checks] of bits [..., width]."""
     matrix = jnp.asarray(_matrix(bits.shape[-1], checks), jnp.bfloat16)
@@ -72,58 +79,59 @@ def recover(received: jax.Array, own: jax.Array, doubt: jax.Array) -> tuple[jax.
     wrong = jnp.unpackbits(received, axis=-1, bitorder="little") ^ _parities(own, checks)
     # Least doubt last: where columns depend on each other, the last keeps its own bit.
     at = jax.lax.top_k(-doubt, unknown)[1]
-    columns = jnp.asarray(_matrix(width, checks))[at]  # [rows, unknown, checks]
-    equations = jnp.concatenate([columns, wrong[:, None]], axis=1).swapaxes(1, 2)
-    flips, holds = _solve(_pack(equations), unknown)
+    columns = jnp.asarray(_packed_matrix(width, checks))[at]
+    flips, holds = _solve(_planes(columns, checks), wrong.astype(bool), unknown)
     flips = flips & holds[:, None]
     row = jnp.arange(len(own))[:, None]
     bits = own.at[row, at].set(jnp.take_along_axis(own, at, axis=1) ^ flips.astype(own.dtype))
     return bits.reshape(*lead, width), holds.reshape(lead)
 
 
-def _pack(bits: jax.Array) -> jax.Array:
-    """uint32 [..., ceil(n / 32)] of bits [..., n], low ones first."""
-    short = -bits.shape[-1] % _WORD
-    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, short)])
-    words = bits.reshape(-1, _WORD).astype(jnp.uint32)
-    words = words << jnp.arange(_WORD, dtype=jnp.uint32)[None]
-    return jnp.sum(words, axis=-1, dtype=jnp.uint32).reshape(*bits.shape[:-1], -1)
+def _planes(columns: jax.Array, checks: int) -> list[jax.Array]:
+    """Equations of 32 unknowns each, uint32 [rows, checks]: bit k is the plane's k-th unknown.
+
+    columns: uint32 [rows, unknowns, words], the checks that each unknown is part of.
+    """
+    columns = jnp.pad(columns, [(0, 0), (0, -columns.shape[1] % _WORD), (0, 0)])
+    bit = jnp.arange(_WORD, dtype=jnp.uint32)
+    planes = []
+    for first in range(0, columns.shape[1], _WORD):
+        part = columns[:, first : first + _WORD, :, None] >> bit[None, None, None] & 1
+        plane = jnp.sum(part << bit[None, :, None, None], axis=1, dtype=jnp.uint32)
+        planes.append(plane.reshape(len(columns), -1)[:, :checks])
+    return planes
 
 
-def _bit(words: jax.Array, at) -> jax.Array:
-    """bool [...]: bit `at` of uint32 [..., words]."""
-    word = jax.lax.dynamic_index_in_dim(words, at // _WORD, axis=-1, keepdims=False)
-    return (word >> jnp.asarray(at % _WORD, jnp.uint32) & 1).astype(bool)
-
-
-def _solve(equations: jax.Array, unknown: int) -> tuple[jax.Array, jax.Array]:
-    """Gauss-Jordan elimination over GF(2).
+def _solve(
+    planes: list[jax.Array], right: jax.Array, unknowns: int
+) -> tuple[jax.Array, jax.Array]:
+    """Gauss-Jordan elimination over GF(2), plane by plane: those behind are done with.
 
     Args:
-      equations: uint32 [rows, checks, words], bits packed: the unknowns, then the right side.
+      planes: of `_planes`. right: bool [rows, checks], the equations' right side.
 
     Returns:
-      bool [rows, unknown], free unknowns False; bool [rows], whether every equation holds.
+      bool [rows, unknowns], free unknowns False; bool [rows], whether every equation holds.
     """
-    rows, checks, _ = equations.shape
-    index = jnp.arange(checks)[None]
+    rows, checks = right.shape
+    index, used, pivots = jnp.arange(checks)[None], jnp.zeros_like(right), []
 
-    def eliminate(j, state):
-        equations, used, pivots = state
-        has = _bit(equations, j)
-        free = has & ~used
-        pivot = jnp.argmax(free, axis=1)
-        found = jnp.any(free, axis=1)
-        chosen = (index == pivot[:, None]) & found[:, None]
-        line = jnp.take_along_axis(equations, pivot[:, None, None], axis=1)
-        others = (has & ~chosen & found[:, None])[..., None]
-        equations = jnp.where(others, equations ^ line, equations)
-        pivots = pivots.at[:, j].set(jnp.where(found, pivot, checks))
-        return equations, used | chosen, pivots
+    def eliminate(k, state):
+        planes, right, used, pivots = state
+        has = (planes[0] >> k.astype(jnp.uint32) & 1).astype(bool)
+        pivot = jnp.min(jnp.where(has & ~used, index, checks), axis=1)  # none: `checks`
+        chosen = index == pivot[:, None]
+        others = has & ~chosen & (pivot < checks)[:, None]
+        at = jnp.minimum(pivot, checks - 1)[:, None]
+        add = lambda a: jnp.where(others, a ^ jnp.take_along_axis(a, at, axis=1), a)
+        return tuple(map(add, planes)), add(right), used | chosen, pivots.at[k].set(pivot)
 
-    start = (equations, jnp.zeros((rows, checks), bool), jnp.zeros((rows, unknown), jnp.int32))
-    equations, used, pivots = jax.lax.fori_loop(0, unknown, eliminate, start)
-    right = _bit(equations, unknown)
+    planes = tuple(planes)
+    while planes:
+        found = jnp.zeros((min(_WORD, unknowns - _WORD * len(pivots)), rows), jnp.int32)
+        state = (planes, right, used, found)
+        planes, right, used, found = jax.lax.fori_loop(0, len(found), eliminate, state)
+        planes, pivots = planes[1:], [*pivots, found]
     holds = ~jnp.any(right & ~used, axis=1)
     right = jnp.pad(right, ((0, 0), (0, 1)))  # a free unknown has no equation of its own
-    return jnp.take_along_axis(right, pivots, axis=1), holds
+    return jnp.take_along_axis(right, jnp.concatenate(pivots).T, axis=1), holds

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from trace_jax.model.layout import Layout
+from trace_jax.model.remat import keeping
 
 AXIS = "expert"
 SHARDS = "fsdp"  # what the outputs of experts are cut over
@@ -162,9 +163,9 @@ def _further_rounds(one_round, out, crowded, slots: int, capacity: int):
 
     One round at a time: the insides of all, of which there may be many, would exist at once.
     """
-    one_round = jax.checkpoint(one_round)
+    one_round = jax.checkpoint(one_round, policy=keeping())
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, policy=keeping())
     def all_of(out):
         def step(out, first):
             return jax.tree.map(jnp.add, out, one_round(first)), None

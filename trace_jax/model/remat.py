@@ -1,13 +1,16 @@
 """Rematerialization: what of a layer is kept for the backward pass, the rest is made again.
 
-The input of every layer is kept always. `POINTS` are values inside a layer that may be kept
-beside it: they take memory and save the backward pass the products behind them.
+The input of every layer is kept always, and so are bits that parity checks were solved for.
+`POINTS` are values inside a layer that may be kept beside them: they take memory and save the
+backward pass the products behind them.
 """
 
 from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+
+from trace_jax.fp4.guidance import SOLVED
 
 POINTS = {
     "attention_out": "values that attention read, before the output projection",
@@ -41,9 +44,13 @@ def points_of(remat: str) -> tuple[str, ...] | None:
     return names
 
 
+def keeping(*names: str) -> Callable:
+    """The policy of `jax.checkpoint` that keeps `names`, and bits that were solved for."""
+    return jax.checkpoint_policies.save_only_these_names(*names, SOLVED)
+
+
 def checkpointed(body: Callable, kept: tuple[str, ...] | None) -> Callable:
     """`body` of a scan, of which the backward pass keeps `kept` and what the scan hands on."""
     if kept is None:
         return body
-    policy = jax.checkpoint_policies.save_only_these_names(*kept)
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return jax.checkpoint(body, policy=keeping(*kept), prevent_cse=False)

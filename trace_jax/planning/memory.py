@@ -4,6 +4,7 @@ What is stored is counted exactly. What exists only while a program runs ("activ
 "temporary") is a model of the largest arrays of today's code; compiling says what it is.
 """
 
+import dataclasses
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -138,9 +139,21 @@ def kept_bytes(config: Config, mesh) -> int:
     if names is None:
         layer += sum(points.values()) + 2 * _scores(config, mesh, piece)
         layer += 4 * experts.rows * (m.hidden + m.expert_dim)
-    else:
-        layer += sum(points[name] for name in names)
-    return m.num_layers * layer
+        return m.num_layers * layer
+    layer += sum(points[name] for name in names)
+    return m.num_layers * layer + _solved_bytes(config, piece.tokens)
+
+
+def _solved_bytes(config: Config, tokens: int) -> int:
+    """Of bits that parity checks are solved for."""
+    plan = modes.resolve(config).plan
+    if not guided(config) or not plan.checks:
+        return 0
+    bits, none = (
+        guidance_bytes_per_token(config.model, dataclasses.replace(plan, checks=0.0, bits=n))
+        for n in (1, 0)
+    )
+    return round(tokens * (bits - none))
 
 
 def _scores(config: Config, mesh, piece: Piece) -> int:
