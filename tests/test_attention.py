@@ -163,7 +163,10 @@ def test_nan_bytes_in_unused_slots_do_not_reach_the_logits(policy):
 
 
 def test_a_cache_used_before_gives_what_a_fresh_one_gives():
-    """BR-027: scales come from the tokens stored now, nothing remains of a warm-up."""
+    """BR-027: scales come from the tokens stored now, nothing remains of a warm-up.
+
+    BR-031: nor of any calibration, in whatever order.
+    """
     run = partial(helpers.decode, helpers.MOE, "nvfp4")
     fresh = helpers.empty_cache(helpers.MOE, "nvfp4")
     tokens = helpers.random_tokens(helpers.ROWS, 4)

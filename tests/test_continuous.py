@@ -81,6 +81,17 @@ def test_whole_codes_are_kept_for_the_first_rows():
             np.testing.assert_array_equal(a, b)
 
 
+def test_prompts_of_every_length_are_one_program():
+    """BR-148."""
+    run = fresh(engine())
+    generate(run)
+    before, (prompts, lengths) = run.compilations(), helpers.prompts()
+    for length in range(1, prompts.shape[1] + 1):
+        others = np.minimum(np.arange(len(lengths)) + length, prompts.shape[1])
+        fresh(run).generate(prompts, others, helpers.keys(), helpers.SAMPLES, 1)
+    assert run.compilations() == before
+
+
 def test_nothing_compiles_after_the_first_call_and_every_token_is_counted():
     run = fresh(engine())
     generate(run)

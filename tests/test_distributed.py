@@ -130,6 +130,7 @@ def test_two_processes_are_one_run(alone, tmp_path):
 
     BR-156: three of the first step's eight prompts are too long, so that most rows of the second
     process have no loss; it makes the same steps.
+    BR-155: each process draws the rows of four prompts; they are those of one process.
     """
     outs = [finish(process) for process in begin_two(tmp_path / "run")]
     folder = tmp_path / "run"
