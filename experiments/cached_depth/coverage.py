@@ -165,11 +165,16 @@ def _key(row: dict) -> tuple:
     return row["policy"], row["fp4"], row["case"], row["noise"], row["seed"]
 
 
+def curves(rows: list[dict]) -> list[tuple[str, float]]:
+    """(policy, noise) of which more than the halves were measured."""
+    return list(dict.fromkeys((r["policy"], r["noise"]) for r in rows if "0.25" in r["case"]))
+
+
 def table(rows: list[dict]) -> str:
-    """Mean gap over seeds, cases down, policies across; the first noise level of each."""
-    policies = list(dict.fromkeys((r["policy"], r["noise"]) for r in rows))
-    lines = []
-    for fp4, case in dict.fromkeys((r["fp4"], r["case"]) for r in rows):
+    """Mean gap over seeds, cases down, policies across."""
+    policies, lines = curves(rows), []
+    shown = [(r["fp4"], r["case"]) for r in rows if (r["policy"], r["noise"]) in policies]
+    for fp4, case in dict.fromkeys(shown):
         cells = [
             results.mean_and_spread(
                 [r["gap_mean"] for r in rows if _key(r)[:4] == (policy, fp4, case, noise)], 5
@@ -181,6 +186,27 @@ def table(rows: list[dict]) -> str:
     return results.markdown_table(["in FP4", "trainer", *names], lines)
 
 
+HALVES = ("1 bit: last 0.5", "1 bit: last 0.5, paper's sites", "1 bit: first 0.5")
+
+
+def shapes(rows: list[dict]) -> str:
+    """The gap under QAT and what the halves leave of it, a line a policy, by its shape."""
+    lines, known = [], [r for r in rows if r["fp4"] == "all"]
+    named = dict.fromkeys(
+        (r["layers"], r["hidden"], r["experts"], r["policy"], r["noise"]) for r in known
+    )
+    for *shape, policy, noise in sorted(named):
+        qat, *left = (
+            _mean(known, policy, noise, case)
+            for case in ("no guidance (QAT)", *HALVES, "1 bit: all layers")
+        )
+        parts = ["n/a" if np.isnan(gap) else f"{gap / qat:.0%}" for gap in left[:-1]]
+        end = "n/a" if np.isnan(left[-1]) else f"{left[-1]:.1e}"
+        lines.append([f"{policy}, {noise:.1%} noise", *map(str, shape), f"{qat:.4f}", *parts, end])
+    names = ["policy", "layers", "width", "experts", "QAT's gap", *HALVES, "1 bit: all layers"]
+    return results.markdown_table(names, lines)
+
+
 def plot(rows: list[dict], path: Path) -> None:
     """Gap over the guided share of the layers, as a share of the gap without guidance."""
     from trace_jax.report_figures import COLORS, STYLE, plt
@@ -189,9 +215,7 @@ def plot(rows: list[dict], path: Path) -> None:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
         for panel, end in zip(axes, ("first", "last"), strict=True):
-            for color, (policy, noise) in zip(
-                COLORS * 2, dict.fromkeys((r["policy"], r["noise"]) for r in known), strict=False
-            ):
+            for color, (policy, noise) in zip(COLORS * 2, curves(known), strict=False):
                 gaps = {
                     q: _mean(known, policy, noise, case)
                     for q, case in (
@@ -206,7 +230,7 @@ def plot(rows: list[dict], path: Path) -> None:
                 )
             panel.set(xlabel=f"share of the layers that are guided, {end} ones")
         axes[0].set(ylabel="mean gap / gap without guidance", ylim=(0, None))
-        axes[0].legend(fontsize=6)
+        axes[1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
@@ -230,8 +254,9 @@ def main():
     measure(subject, head, results.provenance(), out)
     rows = results.read_rows(out)
     results.replace_section(out.parent / "README.md", "coverage", table(rows))
+    results.replace_section(out.parent / "README.md", "shapes", shapes(rows))
     plot(rows, out.parent / "coverage.png")
-    print(table(rows))
+    print(shapes(rows))
     cli.print_json({"results": str(out), "rows": len(rows)})
 
 
