@@ -15,6 +15,14 @@ ROWS += [
     for lag in LAGS
     for rule in ("obey", "fade", "drop")
 ]
+ROWS += [
+    (
+        f"parity checks, lag {lag}, obey",
+        "trace_all",
+        {"rl.max_version_lag": lag, "guidance.checks": 0.05, "guidance.scale_bits": 1},
+    )
+    for lag in (1, 3)
+]
 
 
 def get_config():
