@@ -21,7 +21,7 @@ ROWS += [
         "trace_all",
         {"rl.max_version_lag": lag, "guidance.checks": 0.05, "guidance.scale_bits": 1},
     )
-    for lag in (1, 3)
+    for lag in LAGS
 ]
 
 
