@@ -43,6 +43,19 @@ def test_parameters_are_those_of_hand():
     assert memory.param_bytes(config, mesh, 1) == want
 
 
+def test_bits_that_were_solved_for_are_kept_whatever_is_made_again():
+    config = config_of()
+    plan = dataclasses.replace(
+        config.guidance, layers="all", sites=("expert_in", "k"), checks=0.05, scale_bits=1
+    )
+    config = dataclasses.replace(config, mode="trace", guidance=plan)
+    plain = dataclasses.replace(config, guidance=dataclasses.replace(plan, checks=0.0))
+    mesh = memory.abstract_mesh(config, 4)
+    more = memory.kept_bytes(config, mesh) - memory.kept_bytes(plain, mesh)
+    tokens = 8 * 128 // 4  # a device's
+    assert more == 2 * tokens * (256 + 2 * 64) // 8  # two layers: the experts' input, two heads
+
+
 def shard_bytes(tree):
     return sum(
         int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize

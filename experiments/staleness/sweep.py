@@ -1,6 +1,6 @@
 """What is guidance of an older policy version worth? See README.md."""
 
-from experiments.studies import SMALL, SMALLER, study
+from experiments.studies import CHECKS, SMALL, SMALLER, study
 
 OVERRIDES = (*SMALLER, ("rollout.engine_noise", 0.01))
 LAGS = (1, 3, 8)
@@ -16,11 +16,7 @@ ROWS += [
     for rule in ("obey", "fade", "drop")
 ]
 ROWS += [
-    (
-        f"parity checks, lag {lag}, obey",
-        "trace_all",
-        {"rl.max_version_lag": lag, "guidance.checks": 0.05, "guidance.scale_bits": 1},
-    )
+    (f"parity checks, lag {lag}, obey", "trace_all", CHECKS | {"rl.max_version_lag": lag})
     for lag in LAGS
 ]
 

@@ -1,9 +1,7 @@
 """Where the time goes on two CPU cores, parity checks included. See README.md."""
 
-from experiments.studies import SMALL, SMALLER, study
+from experiments.studies import CHECKS, SMALL, SMALLER, study
 from experiments.time.sweep import COLUMNS, ROWS
-
-CHECKS = {"guidance.checks": 0.05, "guidance.scale_bits": 1}
 
 
 def get_config():

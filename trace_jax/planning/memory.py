@@ -139,13 +139,13 @@ def kept_bytes(config: Config, mesh) -> int:
     if names is None:
         layer += sum(points.values()) + 2 * _scores(config, mesh, piece)
         layer += 4 * experts.rows * (m.hidden + m.expert_dim)
-        return m.num_layers * layer
-    layer += sum(points[name] for name in names)
+    else:
+        layer += sum(points[name] for name in names)
     return m.num_layers * layer + _solved_bytes(config, piece.tokens)
 
 
 def _solved_bytes(config: Config, tokens: int) -> int:
-    """Of bits that parity checks are solved for."""
+    """Of bits that parity checks are solved for, in all layers."""
     plan = modes.resolve(config).plan
     if not guided(config) or not plan.checks:
         return 0

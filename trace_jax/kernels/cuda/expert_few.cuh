@@ -17,8 +17,8 @@ template <int FP4_, int CHUNKS_, int SPLIT_, int NT_, int STAGES_, int MINB_, bo
 struct FewConfig {
   static constexpr int FP4 = FP4_, CHUNKS = CHUNKS_, SPLIT = SPLIT_, NT = NT_, STAGES = STAGES_;
   static constexpr int MINB = MINB_;  // blocks a multiprocessor
-  // Whether the next kernel may start as soon as this one's blocks run. It gains 3 to 10 %, or
-  // loses 20 to 30 %, by the shape of the blocks (measured; the cause is not known).
+  // Whether the next kernel may start as soon as this one's blocks run. It gains 1 to 7 %, or
+  // loses 9 to 31 %, by the shape of the blocks (benchmarks/kernels_log.md; the cause is not known).
   static constexpr bool EARLY = EARLY_;
   static constexpr int kThreads = SPLIT * 32, kRows = NT * 8;
   static constexpr int kPartBytes = CHUNKS * kChunkBytes<FP4>;  // of a warp

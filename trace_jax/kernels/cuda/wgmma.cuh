@@ -49,15 +49,9 @@ __device__ __forceinline__ void wgmma(float* d, uint32_t a0, uint32_t a1, uint32
                                       uint64_t b) {
   if constexpr (N == 32)
     asm volatile(TJ_WGMMA("32", TJ_R16, "%16,%17,%18,%19", "%20") : TJ_F16(d, 0) : TJ_IN);
-  else if constexpr (N == 48)
-    asm volatile(TJ_WGMMA("48", TJ_R24, "%24,%25,%26,%27", "%28")
-                 : TJ_F16(d, 0), TJ_F4(d, 16), TJ_F4(d, 20) : TJ_IN);
   else if constexpr (N == 64)
     asm volatile(TJ_WGMMA("64", TJ_R32, "%32,%33,%34,%35", "%36")
                  : TJ_F16(d, 0), TJ_F16(d, 16) : TJ_IN);
-  else if constexpr (N == 96)
-    asm volatile(TJ_WGMMA("96", TJ_R48, "%48,%49,%50,%51", "%52")
-                 : TJ_F16(d, 0), TJ_F16(d, 16), TJ_F16(d, 32) : TJ_IN);
   else
     asm volatile(TJ_WGMMA("128", TJ_R64, "%64,%65,%66,%67", "%68")
                  : TJ_F16(d, 0), TJ_F16(d, 16), TJ_F16(d, 32), TJ_F16(d, 48) : TJ_IN);
