@@ -25,9 +25,9 @@ COLUMNS = (
 )
 # for studies of many rows on a CPU: the quickstart's model, half of its steps and answers
 SMALL = "configs/quickstart.py"
+SMALLER = (("rl.steps", 30), ("rl.prompts_per_step", 16), ("eval.problems", 128))
 # parity checks for 5 % of the values in doubt, and a bit a block scale
 CHECKS = {"guidance.checks": 0.05, "guidance.scale_bits": 1}
-SMALLER = (("rl.steps", 30), ("rl.prompts_per_step", 16), ("eval.problems", 128))
 
 
 class Run(NamedTuple):
