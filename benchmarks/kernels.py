@@ -175,7 +175,7 @@ def _time_pages(lib, copy, pools, kind, batch, context) -> list[dict]:
     splits = ka.split_count(split, max_pages)
     slots = splits * batch * KV_HEADS
     out, partial = jnp.zeros_like(q), jnp.zeros((slots, 8, HEAD + 2))
-    arrived = jnp.zeros(batch * KV_HEADS, jnp.int32)
+    arrived = jnp.zeros((batch * KV_HEADS, ka.counters(splits)), jnp.int32)
     jax.block_until_ready((pools, table, lengths, q, out, partial, arrived))
     sums = ctypes.c_void_p(partial.unsafe_buffer_pointer() + slots * 8 * HEAD * 4)
     rows = []

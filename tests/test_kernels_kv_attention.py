@@ -154,11 +154,13 @@ def test_lengths_of_any_spread(version):
 
 @ON_GPU
 @KINDS
+@HEADS
 @pytest.mark.parametrize("split", (1, 3, 16))
-def test_splits_of_any_size(kind, split):
+def test_splits_of_any_size(kind, d, split):
+    """Up to 40 partial results, five sums of eight."""
     lengths = jnp.array([40 * 64, 0, 1000, 64 * split], jnp.int32)
-    pages, table, k, v = cache(4, 40, 1, 64, kind)
-    q = normal(3, 4, 5, 64)
+    pages, table, k, v = cache(4, 40, 1, d, kind)
+    q = normal(3, 4, 5, d)
     out = jax.jit(partial(ka._hopper, scale=0.1, window=None, sink=None, split=split))(
         q, pages, table, lengths
     )

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import TRITON, layout_of, relative_error, versions
+from kernel_helpers import ON_GPU, TRITON, layout_of, relative_error, versions
 
 from trace_jax.kernels import kv_pages as kp
 from trace_jax.kernels.kv_append import append
+from trace_jax.kernels.kv_attention import _hopper as hopper_attention
 from trace_jax.kernels.kv_attention import paged_attention
 from trace_jax.kernels.kv_recent import append_recent, new_recent, read_recent
 
@@ -73,6 +74,26 @@ def test_attention_reads_the_window_in_bf16_and_the_rest_from_the_pages(version,
             p = np.exp(s - s.max())
             want = p @ both[1][live, h // 2] / p.sum()
             assert relative_error(out[b, h], want) < 4.5e-3  # BF16 results; probabilities too
+
+
+@ON_GPU
+def test_the_window_is_added_to_sums_of_partial_results():
+    """Nineteen pages, a partial result each: three sums of eight, and the window's."""
+    count, lengths = 20, jnp.array([20 * 64, 19 * 64 - 5], jnp.int32)
+    k, v = normal(0, 2 * count, 64, HEADS, D), normal(1, 2 * count, 64, HEADS, D)
+    table = jnp.arange(2 * count).reshape(2, count)
+    pages = kp.write_pages(kp.new_pages(2 * count, HEADS, D), table.ravel(), k, v)
+    recent = new_recent(2, W, HEADS, D)
+    for t in range(W):
+        at = lengths - W + t
+        token = [x.reshape(2, -1, HEADS, D)[jnp.arange(2), at] for x in (k, v)]
+        recent = append_recent(recent, at, *token)
+    q = normal(2, 2, 4, D)
+    want = paged_attention(
+        q, pages, table, lengths, scale=0.125, recent=recent, version="reference"
+    )
+    got = hopper_attention(q, pages, table, lengths, 0.125, None, None, recent, split=1)
+    assert relative_error(got, want) < 4.5e-3
 
 
 def test_refusals():

@@ -122,6 +122,7 @@ def test_wording_is_short_and_gold_answers_score_one(train):
 TEMPLATED = {
     "base_conversion": dict(min_base=2, max_base=4, min_value=1, max_value=255),
     "basic_arithmetic": dict(min_terms=2, max_terms=3, max_digits=1),
+    "caesar_cipher": dict(min_words=3, max_words=4),
     "count_bits": dict(max_n=1023),
     "decimal_chain_sum": dict(max_terms=2, max_digits=1, max_decimal_places=1),
     "gcd": dict(max_value=60),

@@ -2,15 +2,19 @@
 
 from experiments.studies import study
 
-TASK = (("spiral_matrix", 1.0, (("min_n", 8), ("max_n", 8))),)  # 64 digits and their spaces
+SENTENCES = (("min_words", 15), ("max_words", 20), ("min_rotation", 1), ("max_rotation", 1))
 OVERRIDES = (
-    ("task.datasets", TASK),
-    ("task.max_prompt", 144),
-    ("task.max_response", 128),
-    ("warmup.steps", 1500),
+    ("task.datasets", (("caesar_cipher", 1.0, SENTENCES),)),
+    ("task.max_prompt", 176),
+    ("task.max_response", 148),
+    ("warmup.steps", 600),
+    ("warmup.batch_size", 64),
     ("warmup.wrong_answers", 0.5),
-    ("rl.steps", 20),
-    ("eval.problems", 128),
+    ("rl.steps", 12),
+    ("rl.prompts_per_step", 8),
+    ("rl.remat", "full"),
+    ("eval.problems", 256),
+    ("eval.samples", 1),
     ("rollout.engine_noise", 0.01),
 )
 ROWS = [

@@ -20,6 +20,7 @@ from trace_jax.kernels.kv_pages import KVPages, read_pages
 from trace_jax.kernels.kv_recent import read_recent, ring_table
 from trace_jax.kernels.kv_units import PAGE
 
+AT_ONCE = 8  # partial results that one warp of the Hopper kernel adds up, at one level
 BLOCKS = 132  # persistent blocks of the Hopper kernel: one a multiprocessor
 # (kind, head size) -> (kernel, warps a block), as in cuda/paged_attention.cu; the first is used.
 HOPPER_VARIANTS = {
@@ -96,6 +97,11 @@ def split_count(split: int, pages: int) -> int:
     return max(1, (pages + split // 2) // split)
 
 
+def counters(splits: int) -> int:
+    """Counts that the Hopper kernel keeps a (sequence, KV head), as in cuda/paged_attention.cu."""
+    return 1 + -(-splits // AT_ONCE)
+
+
 def hopper_call(
     q: jax.ShapeDtypeStruct, pages: KVPages, max_pages: int, window, rings=False, variant=None,
     split=None,
@@ -114,7 +120,7 @@ def hopper_call(
         jax.ShapeDtypeStruct(q.shape, jnp.bfloat16),
         jax.ShapeDtypeStruct((tiles, splits, 8, d), jnp.float32),
         jax.ShapeDtypeStruct((tiles, splits, 8, 2), jnp.float32),
-        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles, counters(splits)), jnp.int32),
     )
     numbers = {
         "variant": index, "kv_heads": pages.kv_heads, "window": window or 0,

@@ -63,6 +63,7 @@ _EXPRESSION = Template(_field("{expression} ="))
 TEMPLATES: dict[str, Template] = {
     "base_conversion": Template(_field("base {source_base} to {target_base} {source_repr} =")),
     "basic_arithmetic": _EXPRESSION,
+    "caesar_cipher": Template(_field("shift back by {rotation} {cipher_text} =")),
     "chain_sum": _EXPRESSION,
     "count_bits": Template(_field("bits {binary} =")),
     "decimal_chain_sum": _EXPRESSION,

@@ -6,7 +6,8 @@
 // lengths are. A warp streams its pages through its own ring in shared memory (bulk copies, one
 // unit for K and one for V), multiplies K and V as the tensor cores' left operand with up to 8
 // query heads on the right, and writes the result of a (sequence, KV head) of one split, or
-// leaves a partial one. The warp that leaves the last of a (sequence, KV head) adds them up.
+// leaves a partial one. The warp that leaves the last of eight adds them up, and the warp that leaves
+// the last sum of a (sequence, KV head) adds up those.
 //
 // `decode_attention` puts token_rows.cuh ahead of it. The two overlap: pages that the new token does
 // not go to are fetched early.
@@ -32,7 +33,8 @@ struct Args {
   const uint8_t* recent;       // BF16 [rings * recent_tokens / 64][kv heads][2][unit bytes] or null
   float* partial;              // [batch][head tiles][splits][8][head size]
   float2* partial_ml;          // [batch][head tiles][splits][8]: maximum, sum
-  int* arrived;                // [batch][head tiles]: partial results written; zero before
+  int* arrived;                // [batch][head tiles][counters]: partial results written, of all
+                               // (or sums of eight) and of every eight; zero before
   __nv_bfloat16* out;          // [batch][kv heads][group][head size]
   int batch, kv_heads, group, max_pages, window, warps;
   int split, splits;           // pages of a split; places for partial results, the last for the
@@ -62,6 +64,11 @@ __host__ __device__ constexpr float value_unscale(int kind) {
 
 __device__ __forceinline__ int head_tiles(const Args& p) {
   return p.kv_heads * ((p.group + 7) / 8);
+}
+
+constexpr int kAtOnce = 8;  // partial results added up by one warp, at one level
+__host__ __device__ __forceinline__ int counters(const Args& p) {
+  return 1 + (p.splits + kAtOnce - 1) / kAtOnce;
 }
 
 // Tokens start <= i < end of a sequence count; those from `paged` on are in the recent window.
@@ -479,15 +486,22 @@ __device__ __forceinline__ void load_floats(const float* from, float* to) {  // 
   }
 }
 
-// HEADS heads of a tile at a time, AHEAD of their partial results loaded at once; lane
-// AHEAD * i + j has the weight of the j-th of head i.
-template <int D, int HEADS, int AHEAD>
-__device__ __forceinline__ void merge_by(const Args& p, int b, int head, int splits, int lane) {
+// Which partial results of a (sequence, head tile): `first` and every `stride` on.
+struct Parts {
+  int first, stride, count;
+};
+
+// Adds partial results up: the result, with that of the recent window, if this is the LAST sum;
+// else a partial result in place of the first. HEADS heads of a tile at a time, AHEAD of their
+// partial results loaded at once; lane AHEAD * i + j has the weight of the j-th of head i.
+template <int D, int HEADS, int AHEAD, bool LAST>
+__device__ __forceinline__ void merge_by(const Args& p, int b, int head, Parts parts, int lane) {
   constexpr int N = D / 32;  // dimensions a lane
   int tiles = (p.group + 7) / 8, tile = b * head_tiles(p) + head, j = lane % AHEAD;
-  int all = splits + (p.recent ? 1 : 0), rows = min(p.group - head % tiles * 8, 8);
+  int all = parts.count + (LAST && p.recent ? 1 : 0), rows = min(p.group - head % tiles * 8, 8);
   auto slot = [&](int h, int at) {
-    return ((size_t)tile * p.splits + (at < splits ? at : p.splits - 1)) * 8 + h;
+    int split = at < parts.count ? parts.first + at * parts.stride : p.splits - 1;
+    return ((size_t)tile * p.splits + split) * 8 + h;
   };
   for (int h0 = 0; h0 < rows; h0 += HEADS) {
     int mine = h0 + lane / AHEAD;
@@ -526,31 +540,66 @@ __device__ __forceinline__ void merge_by(const Args& p, int b, int head, int spl
         }
       }
     }
+    if constexpr (!LAST) {
+      if (lane / AHEAD < HEADS && mine < rows && j == 0)
+        p.partial_ml[slot(mine, 0)] = make_float2(m, l);
+    }
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
       float top = __shfl_sync(~0u, m, h * AHEAD), total = __shfl_sync(~0u, l, h * AHEAD), weight;
       if (h0 + h >= rows) continue;
-      size_t row = (size_t)(head / tiles) * p.group + head % tiles * 8 + h0 + h;
-      float scale = inverse_total(p, row, top, total, weight);
-      scale *= weight;
-      auto out = reinterpret_cast<uint32_t*>(
-          p.out + ((size_t)b * p.kv_heads * p.group + row) * D + lane * N);
+      if constexpr (LAST) {
+        size_t row = (size_t)(head / tiles) * p.group + head % tiles * 8 + h0 + h;
+        float scale = inverse_total(p, row, top, total, weight);
+        scale *= weight;
+        auto out = reinterpret_cast<uint32_t*>(
+            p.out + ((size_t)b * p.kv_heads * p.group + row) * D + lane * N);
 #pragma unroll
-      for (int n = 0; n < N; n += 2)
-        out[n / 2] = pack_bf16(sum[h][n] * scale, sum[h][n + 1] * scale);
+        for (int n = 0; n < N; n += 2)
+          out[n / 2] = pack_bf16(sum[h][n] * scale, sum[h][n + 1] * scale);
+      } else {
+        auto out = reinterpret_cast<float2*>(p.partial + slot(h0 + h, 0) * D + lane * N);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) out[n / 2] = make_float2(sum[h][n], sum[h][n + 1]);
+      }
     }
   }
 }
 
-// Adds up the partial results of a (sequence, head tile) that has so many splits, in an order that
-// their number alone decides; zeros where there are none. As many are loaded at once as registers
-// hold.
-template <int D>
-__device__ __forceinline__ void merge(const Args& p, int b, int head, int splits, int lane) {
+// As many are loaded at once as registers hold.
+template <int D, bool LAST>
+__device__ __forceinline__ void merge(const Args& p, int b, int head, Parts parts, int lane) {
   constexpr int kHeads = D > 128 ? 1 : 2;
-  int all = splits + (p.recent ? 1 : 0);
-  if (all <= 4) merge_by<D, 2 * kHeads, 4>(p, b, head, splits, lane);
-  else merge_by<D, kHeads, 8>(p, b, head, splits, lane);
+  if (LAST && parts.count + (p.recent ? 1 : 0) <= 4)
+    merge_by<D, 2 * kHeads, 4, LAST>(p, b, head, parts, lane);
+  else
+    merge_by<D, kHeads, kAtOnce, LAST>(p, b, head, parts, lane);
+}
+
+// Counts what this warp has written; whether it was the last of so many.
+__device__ __forceinline__ bool is_last(int* arrived, int of, int lane) {
+  __threadfence();
+  __syncwarp();
+  int before = lane == 0 ? atomicAdd(arrived, 1) : 0;
+  bool last = __shfl_sync(~0u, before, 0) + 1 == of;
+  if (last) __threadfence();
+  return last;
+}
+
+// Adds up the partial results of a (sequence, head tile), of which this warp has written one: by
+// eight and then the sums, in an order that their number alone decides.
+template <int D>
+__device__ __forceinline__ void add_up(const Args& p, const Walk& walk, int lane) {
+  int* arrived = p.arrived + (walk.b * head_tiles(p) + walk.head) * counters(p);
+  Parts all{0, 1, walk.parts};
+  if (walk.parts > kAtOnce) {
+    int group = walk.split / kAtOnce, first = group * kAtOnce;
+    Parts eight{first, 1, min(kAtOnce, walk.parts - first)};
+    if (!is_last(arrived + 1 + group, eight.count, lane)) return;
+    merge<D, false>(p, walk.b, walk.head, eight, lane);
+    all = {0, kAtOnce, (walk.parts + kAtOnce - 1) / kAtOnce};
+  }
+  if (is_last(arrived, all.count, lane)) merge<D, true>(p, walk.b, walk.head, all, lane);
 }
 
 // The result of (b, head) to `out` if the split is all of it, else a partial one; clears `acc`.
@@ -580,13 +629,7 @@ __device__ __forceinline__ void finish(const Args& p, const Walk& walk, int lane
   } else {
     int tile = walk.b * head_tiles(p) + walk.head;
     write_partial<D>(p, tile * p.splits + walk.split, lane, sm, acc, value_unscale(KIND));
-    __threadfence();
-    __syncwarp();
-    int before = lane == 0 ? atomicAdd(p.arrived + tile, 1) : 0;
-    if (__shfl_sync(~0u, before, 0) + 1 == walk.parts) {
-      __threadfence();
-      merge<D>(p, walk.b, walk.head, walk.parts, lane);
-    }
+    add_up<D>(p, walk, lane);
   }
 #pragma unroll
   for (int i = 0; i < D / 16; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0.0f;
@@ -647,7 +690,7 @@ __device__ __forceinline__ void write_empty(const Args& p, const int* prefix, in
   int heads = head_tiles(p);
   for (int tile = me; tile < p.batch * heads; tile += warps) {
     int b = tile / heads;
-    if (prefix[b] == prefix[b + 1]) merge_by<D, 4, 1>(p, b, tile % heads, 0, lane);
+    if (prefix[b] == prefix[b + 1]) merge_by<D, 4, 1, true>(p, b, tile % heads, {0, 1, 0}, lane);
   }
 }
 
@@ -768,7 +811,7 @@ cudaError_t launch(const Args& args, const TokenRows* rows, cudaStream_t stream)
     return launch_dependent(kernel, blocks, WARPS * 32, shared, stream, args);
   }
   if (args.recent) recent_attention<D><<<(tiles + 3) / 4, 128, 0, stream>>>(args);
-  cudaError_t cleared = cudaMemsetAsync(args.arrived, 0, tiles * sizeof(int), stream);
+  cudaError_t cleared = cudaMemsetAsync(args.arrived, 0, tiles * counters(args) * sizeof(int), stream);
   if (cleared != cudaSuccess) return cleared;
   kernel<<<blocks, WARPS * 32, shared, stream>>>(args);
   return cudaGetLastError();

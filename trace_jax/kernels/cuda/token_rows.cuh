@@ -11,7 +11,7 @@ struct TokenRows {
   HeadsArgs heads;
   AppendArgs append;
   __nv_bfloat16* q;  // [tokens][heads][D]
-  int* cleared;      // [words]: set to zero; no more than 32 words a head
+  int* cleared;      // [words]: set to zero
   int words;
 };
 
@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(128) token_rows(const __grid_constant__ TokenR
   __shared__ __align__(8) __nv_bfloat16 turned[4][D];
   grid_release();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x * 4 + warp;
-  int word = row * 32 + lane;
-  if (word < p.words) p.cleared[word] = 0;
+  for (int w = row * 32 + lane; w < p.words; w += gridDim.x * 128) p.cleared[w] = 0;
   HeadAt at(p.heads, row);
   if (at.token >= p.heads.tokens) return;
   int kv_row = at.token * p.heads.kv_heads + at.kv_head;
