@@ -1,13 +1,21 @@
-"""The cache's formats where answers are six times as long. See README.md."""
+"""The cache's formats where answers are eight times as long: 96 random digits, copied. See README.
+
+    python -m experiments.kv.long          # writes digits.jsonl again
+"""
+
+import json
+import random
+from pathlib import Path
 
 from experiments.studies import study
 
-SENTENCES = (("min_words", 12), ("max_words", 16), ("min_rotation", 1), ("max_rotation", 1))
+DIGITS = "experiments/kv/digits.jsonl"
 OVERRIDES = (
-    ("task.datasets", (("caesar_cipher", 1.0, SENTENCES),)),
-    ("task.max_prompt", 136),
-    ("task.max_response", 116),
-    ("warmup.steps", 500),
+    ("task.kind", "jsonl"),
+    ("task.params", (("path", DIGITS),)),
+    ("task.max_prompt", 104),
+    ("task.max_response", 97),
+    ("warmup.steps", 600),
     ("warmup.batch_size", 64),
     ("warmup.wrong_answers", 0.5),
     ("rl.steps", 12),
@@ -29,3 +37,14 @@ ROWS = [
 
 def get_config():
     return study("configs/study_50m.py", ROWS, overrides=OVERRIDES, name="long")
+
+
+def problems() -> str:
+    """1,200 rows of digits to copy, the same every time."""
+    draw = random.Random(0)
+    digits = ("".join(draw.choices("0123456789", k=96)) for _ in range(1200))
+    return "".join(json.dumps({"prompt": f"copy {d} =", "answer": d}) + "\n" for d in digits)
+
+
+if __name__ == "__main__":
+    Path(DIGITS).write_text(problems())
