@@ -1,9 +1,11 @@
 """Where does the time go? See README.md."""
 
-from experiments.studies import study
+from experiments.studies import CHECKS, study
 
-OVERRIDES = (("rl.steps", 20),)
+# Few steps from random weights: where the time goes does not depend on what was learnt.
+OVERRIDES = (("rl.steps", 8), ("warmup.steps", 0), ("eval.problems", 32), ("eval.samples", 1))
 ROWS = [(m, m, {}) for m in ("bf16", "naive", "qat", "trace", "trace_codes", "trace_all")]
+ROWS += [("trace_all, parity checks", "trace_all", CHECKS)]
 PARTS = ("sync", "rollout", "ledger", "train")
 COLUMNS = (
     *((f"{part}, s a step", f"step_{part}", 4) for part in PARTS),
